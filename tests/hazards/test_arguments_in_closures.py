@@ -70,6 +70,37 @@ def test_code_that_asks_whether_two_tensors_are_one(reached, nested, history, wa
     same_as_plain(case, way)
 
 
+class Remembering:
+    memory = None
+
+    def __call__(self, a):
+        return (a.sin() * self.memory[0]).cos() if self.memory[1][0] is a else (a.cos() * self.memory[0]).sin()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+@pytest.mark.parametrize("box", ["field", "list", "module"])
+@equals_plain
+def test_code_that_asks_whether_an_argument_is_in_a_tuple_that_is_replaced_before_the_rerun(call, box, alive):
+    x, remembering, items = leaf(), Remembering(), []
+    module = Holder(None)
+    held = []
+    total = torch.zeros(())
+
+    def function(a):
+        remembering.memory = items[0] if box == "list" else module.memory if box == "module" else remembering.memory
+        return remembering(a)
+
+    for number in range(2):
+        y = x * (number + 1)
+        remembering.memory = module.memory = (y.sin(), (y,))
+        items[:] = [module.memory]
+        total = total + call(function, y).sum()
+        held.append(y if alive else None)
+        del y
+    total.backward()
+    return x.grad
+
+
 @pytest.mark.parametrize("part", [slice(None), slice(0, 4), slice(1, 4)], ids=str)
 @pytest.mark.parametrize("whole_is", ["argument", "in the closure"])
 @equals_plain

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import retape
 from retape.errors import RecomputeMismatch
 from support.comparing import (
+    Notes,
     as_region,
     by_values,
     equals_plain,
@@ -154,6 +155,17 @@ def test_numpy_random_state_object():
     )
 
 
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
+def test_numpy_bit_generator_that_the_region_wraps(kind):
+    same_as_plain(
+        with_generator(partial(kind, 0), lambda g: float(np.random.Generator(g).random()), lambda g: str(g.state))
+    )
+
+
+def test_a_generator_of_the_operating_system_has_no_state_to_restore():
+    same_as_plain(with_generator(random.SystemRandom, lambda g: 2.0 if g else 1.0, bool))
+
+
 def test_fork_rng_inside_a_region_hides_the_draw():
     def draw(a):
         with torch.random.fork_rng():
@@ -181,9 +193,9 @@ def test_a_seed_set_inside_a_region():
 
 
 def test_randomness_that_nobody_can_see_is_found_by_values():
-    numbers = iter(range(1, 100))
+    numbers = Notes()
     message = refuses(
-        drawing(lambda a: float(next(numbers))), RecomputeMismatch, "drawing", "tensor 0", "retape.keep", way=by_values
+        drawing(lambda a: float(numbers())), RecomputeMismatch, "drawing", "tensor 0", "retape.keep", way=by_values
     )
     assert "run again" in message
 

@@ -81,6 +81,37 @@ def test_hooks_that_change_the_computation_run_again(call):
     return results(model, x)
 
 
+class Scaling(nn.Module):
+    def forward(self, a, scale=1.0):
+        return (a * scale).sin()
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+@equals_plain
+def test_hooks_with_keywords_that_are_removed_before_the_rerun(call, late, always):
+    """They are called as they were registered; one that is registered after the forward is not called at all."""
+    model, x = Scaling(), leaf()
+
+    def add_hooks():
+        before = model.register_forward_pre_hook(
+            lambda module, given, named: (given, {"scale": named["scale"] * 2}), with_kwargs=True
+        )
+        after = model.register_forward_hook(
+            lambda module, given, named, made: made * named["scale"], with_kwargs=True, always_call=always
+        )
+        return before, after
+
+    hooks = () if late else add_hooks()
+    y = call(model, x, scale=2.0)
+    for hook in hooks:
+        hook.remove()
+    if late:
+        add_hooks()
+    y.sum().backward()
+    return x.grad, len(model._forward_hooks_with_kwargs), len(model._forward_hooks_always_called)
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 @equals_plain
 def test_full_backward_hooks_fire_once(call):

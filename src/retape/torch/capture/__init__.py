@@ -19,4 +19,5 @@ __all__ = [
     "settings",
     "snapshot",
     "tensor_attributes",
+    "unrepeatable",
 ]

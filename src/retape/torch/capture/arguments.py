@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -68,88 +68,126 @@ class ArgumentTemplates:
     """The templates of all arguments of a call.
 
     Their tensors are added to `tensors`, in order, and are not kept here; objects that are neither tensors nor containers of them are
-    added to `others`.
+    added to `others`. Containers that are one object in the call are one object when they are rebuilt.
     """
 
-    __slots__ = ("_plain", "keywords", "only_tensors", "positional")
+    __slots__ = ("_as_given", "_containers", "_ids", "_plain", "_tuples", "keywords", "only_tensors", "positional")
 
     def __init__(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], tensors: list[Tensor], others: list[Any]
     ) -> None:
-        self.positional = tuple([_template(value, tensors, others) for value in arguments])
+        self._containers: dict[int, Any] = {}  # those in the arguments that can change, by id, until `share`
+        self._tuples: list[Any] | None = []  # those in the arguments, so that no other object gets their ids meanwhile
+        self._ids: dict[int, int] = {}  # by the id of a template: the id of the container that it stands for
+        self._as_given: dict[int, Any] = _NO_CONTAINERS  # those that are passed to a re-run as they are, by id
+        self.positional = tuple([self._template(value, tensors, others) for value in arguments])
         self.only_tensors = not keywords and _ONLY_LEAVES.issuperset(map(type, self.positional))
         self._plain = self.only_tensors or _holds_no_container(self.positional)  # there is nothing to copy
         self.keywords: dict[str, Any] = _NO_KEYWORDS
         if keywords:
-            self.keywords = {key: _template(value, tensors, others) for key, value in keywords.items()}
+            self.keywords = {key: self._template(value, tensors, others) for key, value in keywords.items()}
             self._plain = self._plain and _holds_no_container(self.keywords.values())
+        self._tuples = None
 
-    def rebuild(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments and keywords with `tensors` in their places, in containers of their own."""
+    @property
+    def has_containers(self) -> bool:
+        """True if a container that can change is among the arguments, at any depth."""
+        return bool(self._containers)
+
+    def share(self, held: Container[int]) -> None:
+        """Pass containers, or dataclasses with fields, that have these ids as they are: what holds them restores their contents."""
+        containers, self._containers = self._containers, {}
+        self._as_given = {number: value for number, value in containers.items() if _held_id(value) in held}
+
+    def rebuild(self, tensors: list[Tensor], *, as_given: bool = True) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments and keywords with `tensors` in their places, in containers of their own.
+
+        Without `as_given` those that `share` named are copied too: they have other tensors.
+        """
         if self.only_tensors:
             return tuple(tensors), {}
         if self._plain:
             arguments = tuple([tensors[a.index] if type(a) is Leaf else a for a in self.positional])
             return arguments, {k: tensors[a.index] if type(a) is Leaf else a for k, a in self.keywords.items()}
+        made = dict(self._as_given) if as_given else {}
         return (
-            tuple([_put_back(a, tensors) for a in self.positional]),
-            {k: _put_back(a, tensors) for k, a in self.keywords.items()},
+            tuple([self._put_back(a, tensors, made) for a in self.positional]),
+            {k: self._put_back(a, tensors, made) for k, a in self.keywords.items()},
         )
+
+    def _template(self, value: Any, tensors: list[Tensor], others: list[Any], inside: tuple[int, ...] = ()) -> Any:
+        """Return the template of one argument; `inside` has the ids of the containers around it."""
+        kind: Any = type(value)
+        if issubclass(kind, Tensor):
+            # One entry for each place, though several may hold one tensor: the number that a nested region saves must not depend
+            # on which tensors are one object, since in a re-run they may be an argument and its copy in a closure.
+            index = len(tensors)
+            tensors.append(value)
+            return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
+        if kind in ATOMS:
+            return value
+        if kind in WEAK_PROXIES:
+            others.append(value)
+            return value
+        if id(value) in inside:  # a container that holds itself
+            others.append(value)
+            return _AsIs(value)
+        inside = (*inside, id(value))
+        made = _with_items(value, lambda item: self._template(item, tensors, others, inside))
+        if made is None:
+            others.append(value)
+            return value
+        self._ids[id(made)] = id(value)
+        if issubclass(kind, tuple):
+            assert self._tuples is not None
+            self._tuples.append(value)
+        else:
+            self._containers[id(value)] = value
+        return made
+
+    def _put_back(self, value: Any, tensors: list[Tensor], made: dict[int, Any]) -> Any:
+        """Return what a template stands for, with these tensors; `made` has the containers so far, by the ids of the originals."""
+        kind: Any = type(value)
+        if kind is Leaf:
+            return tensors[value.index]
+        if kind in ATOMS:
+            return value
+        if kind is _AsIs:
+            return value.value
+        original = self._ids.get(id(value))
+        if original in made:
+            return made[original]
+        found = _with_items(value, lambda item: self._put_back(item, tensors, made))
+        if original is not None:
+            made[original] = found
+        return value if found is None else found
 
 
 _NO_KEYWORDS: dict[str, Any] = {}  # never changed
+_NO_CONTAINERS: dict[int, Any] = {}  # never changed
 
 
-def _template(value: Any, tensors: list[Tensor], others: list[Any], inside: tuple[int, ...] = ()) -> Any:
-    """Return the template of one argument; `inside` has the ids of the containers around it."""
+def _with_items(value: Any, each: Callable[[Any], Any]) -> Any:
+    """Return a container with `each` of its items, a dataclass as `_Rebuilt` and back; None for what is no container."""
     kind: Any = type(value)
-    if issubclass(kind, Tensor):
-        # One entry for each place, though several may hold one tensor: the number that a nested region saves must not depend
-        # on which tensors are one object, since in a re-run they may be an argument and its copy in a closure.
-        index = len(tensors)
-        tensors.append(value)
-        return _LEAVES[index] if index < len(_LEAVES) else Leaf(index)
-    if kind in ATOMS:
-        return value
-    if kind in WEAK_PROXIES:
-        others.append(value)
-        return value
-    if id(value) in inside:  # a container that holds itself
-        others.append(value)
-        return _AsIs(value)
-    inside = (*inside, id(value))
     if kind is list or kind is tuple:
-        return kind([_template(item, tensors, others, inside) for item in value])
+        return kind([each(item) for item in value])
     if kind is dict:
-        return {key: _template(item, tensors, others, inside) for key, item in value.items()}
-    if kind in COPIED:
-        return _refilled(value, [(key, _template(item, tensors, others, inside)) for key, item in _items(value)])
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return tuple.__new__(kind, [_template(item, tensors, others, inside) for item in value])
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
-        return _Rebuilt(value, {name: _template(field, tensors, others, inside) for name, field in _fields_of(value)})
-    others.append(value)
-    return value
-
-
-def _put_back(value: Any, tensors: list[Tensor]) -> Any:
-    """Return what a template stands for, with these tensors."""
-    kind: Any = type(value)
-    if kind is Leaf:
-        return tensors[value.index]
-    if kind is _AsIs:
-        return value.value
-    if kind is list or kind is tuple:
-        return kind([_put_back(item, tensors) for item in value])
-    if kind is dict:
-        return {key: _put_back(item, tensors) for key, item in value.items()}
+        return {key: each(item) for key, item in value.items()}
     if kind is _Rebuilt:
-        return value.rebuild({name: _put_back(field, tensors) for name, field in value.fields.items()})
+        return value.rebuild({name: each(field) for name, field in value.fields.items()})
     if kind in COPIED:
-        return _refilled(value, [(key, _put_back(item, tensors)) for key, item in _items(value)])
+        return _refilled(value, [(key, each(item)) for key, item in _items(value)])
     if issubclass(kind, tuple) and hasattr(value, "_fields"):
-        return tuple.__new__(kind, [_put_back(item, tensors) for item in value])
-    return value
+        return tuple.__new__(kind, [each(item) for item in value])
+    if not issubclass(kind, dict) and dataclasses.is_dataclass(kind):
+        return _Rebuilt(value, {name: each(field) for name, field in _fields_of(value)})
+    return None
+
+
+def _held_id(value: Any) -> int:
+    """Return the id of a container, or that of the fields of an object, as holders have it."""
+    return id(value.__dict__) if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else id(value)
 
 
 def _holds_no_container(taken: Iterable[Any]) -> bool:

@@ -41,6 +41,9 @@ from retape.torch.capture.containers import (
     SlotHolder,
     ThreadLocalHolder,
     content_of,
+    held_ids,
+    is_plain_value,
+    is_value_of_torch,
     saved_item,
     slots_of,
     values_at,
@@ -62,6 +65,7 @@ from retape.torch.capture.functions import (
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
+from retape.torch.capture.unrepeatable import CACHED, WatchedCache, WatchedIterator, is_iterator, may_draw
 from retape.torch.compat import fsdp_internals, process_internals
 
 _LOG = logging.getLogger("retape")
@@ -93,6 +97,7 @@ class Call:
     # Arguments that are reached in another way too, each with its number among `extras` and `state`: code asks `q is memory`.
     shared: tuple[tuple[int, int], ...] = ()
     fsdp = False
+    watched: tuple[WatchedIterator | WatchedCache, ...] = ()  # what it may use up
     tensors: list[Tensor]  # of the arguments, in order
     extras: list[Tensor]  # of closures, defaults and globals
     state: list[Tensor]  # the tensors that holders hold
@@ -193,6 +198,18 @@ class Call:
     def _visit_generator(self, generator: Any) -> None:
         self.generators += (generator,)
 
+    def _visit_iterator(self, iterator: Any) -> None:
+        watched = WatchedIterator(iterator)
+        self.watched += (watched,)
+        self._meet_all(watched.inner)
+
+    def _visit_cached(self, function: Any) -> None:
+        """Visit a function with a cache (`functools.lru_cache`)."""
+        inner: Any = function.__wrapped__
+        if may_draw(names_of_function(inner) if isinstance(inner, types.FunctionType) else (name_of(inner),)):
+            self.watched += (WatchedCache(function),)
+        self._visit_object(function)
+
     def _visit_function(self, function: types.FunctionType) -> None:
         if not self._tables:
             self.codes += (function.__code__,)
@@ -241,7 +258,7 @@ class Call:
     def _visit_items(self, value: Any) -> None:
         """Visit a tuple or a set, which may have fields too."""
         self._meet_all(tuple(value))
-        if type(value) is set and ATOMS.issuperset(map(type, value)):
+        if type(value) is set and (ATOMS.issuperset(map(type, value)) or all(map(is_plain_value, value))):
             self.holders.append(SetHolder(value))
         elif type(value) is not tuple:
             self._visit_object(value)
@@ -359,6 +376,8 @@ class Call:
 
     def find_shared(self) -> None:
         """Find the arguments that are reached in another way too; parameters are passed to a re-run as they are."""
+        if self.arguments.has_containers:
+            self.arguments.share(held_ids(self.holders))
         seen = self._seen
         for index, tensor in enumerate(self.tensors):
             if id(tensor) in seen and type(tensor) is not nn.Parameter:
@@ -399,11 +418,14 @@ def _visitor_of(kind: type) -> _Visitor | None:
         return Call._visit_posing
     if _is_generator(kind):
         return Call._visit_generator
+    if is_iterator(kind):
+        return Call._visit_iterator
     for classes, visitor in _VISITORS:
         if issubclass(kind, classes):
             return visitor
     # PyTorch's own objects (FSDP's state, process groups) keep their own record, and so do those of retape.
-    return None if str(getattr(kind, "__module__", "")).startswith(("torch.", "retape.")) else Call._visit_object
+    own = str(getattr(kind, "__module__", "")).startswith(("torch.", "retape.")) and not is_value_of_torch(kind)
+    return None if own else Call._visit_object
 
 
 _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
@@ -416,17 +438,16 @@ _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
     (_NOT_FOLLOWED, None),
     ((tuple, set, frozenset), Call._visit_items),  # PyTorch's own too: `torch.return_types.max`, PackedSequence
     (np.ndarray, Call._visit_array),
+    (CACHED, Call._visit_cached),
 )
 
 
 def _is_generator(kind: type) -> bool:
     """True for the classes of torch's, Python's and numpy's random generators."""
     if kind is torch.Generator or issubclass(kind, random.Random):
-        return True
-    return str(getattr(kind, "__module__", "")).startswith("numpy.random") and kind.__name__ in (
-        "Generator",
-        "RandomState",
-    )
+        return not issubclass(kind, random.SystemRandom)  # which has no state
+    names = {base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")}
+    return not names.isdisjoint(("Generator", "RandomState", "BitGenerator"))
 
 
 def _leads_on(value: Any) -> bool:

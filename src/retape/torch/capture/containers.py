@@ -8,9 +8,15 @@ re-runs have replaced tensors, so that a forward in another thread is not truste
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
+import fractions
 import functools
 import itertools
+import numbers
 import operator
+import re
 import threading
 import types
 import weakref
@@ -28,6 +34,15 @@ from retape.torch.compat import process_internals
 ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
+# Other immutable values, most of C types: they too are put back where another one has been bound, and sets of them are held.
+PLAIN_TYPES = frozenset(
+    {
+        *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc),
+        *(decimal.Decimal, fractions.Fraction, re.Pattern, torch.layout, torch.memory_format),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    }
+)
+_PLAIN_CLASSES = (numbers.Number, enum.Enum, np.dtype, type, *PLAIN_TYPES)
 OWN_FIELDS = frozenset(nn.Module().__dict__)
 _flat = itertools.chain.from_iterable
 _values_of = operator.methodcaller("values")
@@ -36,8 +51,34 @@ LEFT = object()  # in place of an object that is not held and not put back
 
 
 def tracked(tensor: Tensor) -> Tensor:
-    """Return a tensor for a re-run: itself, or without its history, which could close a cycle through the graph."""
-    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+    """Return a tensor for a re-run: itself, or without its history, which could close a cycle through the graph.
+
+    Of a tensor in several places it is one object, since code may ask whether they are one.
+    """
+    if tensor.grad_fn is None:
+        return tensor
+    alias = _ALIASES.get(id(tensor))
+    if alias is None or alias.requires_grad is not tensor.requires_grad or not _same_memory(alias, tensor):
+        alias = _ALIASES[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+    return alias
+
+
+_ALIASES: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by the id of the tensor
+
+
+def is_in_a_tuple(tensor: Tensor, holders: Iterable[Any]) -> bool:
+    """True if a tuple in a list, a dict or a field that one of these holders restores has this very tensor."""
+    dicts = [each for holder in holders for each in getattr(holder, "fields", ())]  # of modules
+    containers = [*dicts, *[holder.container for holder in holders if hasattr(holder, "container")]]
+    values = [each.values() if isinstance(each, dict) else each for each in containers if isinstance(each, _ITERATED)]
+    return any(isinstance(value, tuple) and _is_item(tensor, value) for value in _flat(values))
+
+
+_ITERATED = (dict, list, deque)
+
+
+def _is_item(tensor: Tensor, items: tuple[Any, ...]) -> bool:
+    return any(item is tensor or (isinstance(item, tuple) and _is_item(tensor, item)) for item in items)
 
 
 def tracked_item(item: Any) -> Any:
@@ -73,23 +114,40 @@ def _has_history(item: Any) -> bool:
 WEAK_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Classes of objects through which tensors or modules are reached; a `torch.Generator` and numbers of numpy are state themselves.
 _LEADING_TO_STATE = (
-    *(np.ndarray, np.generic),
+    *(np.ndarray, np.generic, *_PLAIN_CLASSES),
     *(nn.Module, tuple, list, dict, deque, set, frozenset, torch.Generator),
     *(functools.partial, types.MethodType, types.FunctionType, types.SimpleNamespace, weakref.ReferenceType),
-    *WEAK_PROXIES,
+    *(*WEAK_PROXIES, type(functools.lru_cache(lambda: None))),
 )
+
+
+# Packages of PyTorch whose objects are values that code of the user's makes: distributions and their transforms, sequences, masks.
+_VALUES_OF_TORCH = ("torch.distributions.", "torch.quasirandom", "torch.nn.attention.")
+
+
+def is_value_of_torch(kind: type) -> bool:
+    """True for classes of PyTorch whose objects are looked at as a user's are; others (FSDP's state, groups) keep their own record."""
+    return str(getattr(kind, "__module__", "")).startswith(_VALUES_OF_TORCH)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_restored(kind: type) -> bool:
     """True if a field that holds an object of this class is put back where another object has been bound to it.
 
-    These are modules, containers, callables and objects of users' classes, whose tensors a call holds anyway.
+    These are plain values, and modules, containers, callables and objects of users' classes, whose tensors a call holds anyway.
     """
-    if issubclass(kind, _LEADING_TO_STATE):
+    if issubclass(kind, _LEADING_TO_STATE) or is_value_of_torch(kind):
         return True
     made_at_run_time = kind.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
     return bool(made_at_run_time) and not str(kind.__module__).startswith(("torch.", "functools", "builtins"))
+
+
+def is_plain_value(value: Any) -> bool:
+    """True for an immutable value through which no tensor is reached, and for a tuple or frozen set of such values."""
+    kind: Any = type(value)
+    if kind in ATOMS or issubclass(kind, _PLAIN_CLASSES):
+        return True
+    return issubclass(kind, (tuple, frozenset)) and all(map(is_plain_value, value))
 
 
 def holds_state(item: Any) -> bool:
@@ -111,14 +169,14 @@ def holds_state(item: Any) -> bool:
 def saved_item(item: Any) -> Any:
     """Return an item as it is kept for a re-run: without history, where that is not inside an object of its own; or `LEFT`."""
     kind: Any = type(item)
-    if kind in ATOMS or kind in _HARMLESS:
+    if kind in ATOMS or kind in _HARMLESS or kind in PLAIN_TYPES:
         return item
     if issubclass(kind, Tensor):
         return tracked(item)
     return without_history(tracked_item(item)) if is_restored(kind) else LEFT
 
 
-_HARMLESS = frozenset({type, types.ModuleType, types.BuiltinFunctionType})
+_HARMLESS = frozenset({type, types.ModuleType})
 
 
 class DictHolder:
@@ -258,6 +316,10 @@ class PlainObjects:
             holder.found = holder.saved
         return holders
 
+    def ids(self) -> set[int]:
+        """Return the ids of these containers."""
+        return {id(holder.container) for holder in self._holders}
+
     def separately(self) -> list[DictHolder | ListHolder]:
         """Return a new holder of each container, with the contents of the walk."""
         return [type(holder)(holder.container, holder.saved) for holder in self._holders]  # type: ignore[arg-type]
@@ -298,6 +360,17 @@ class PlainObjectsHolder:
             return
         for holder in self.objects.separately_entered() if holders is None else holders:
             holder.leave()
+
+
+def held_ids(holders: Iterable[Any]) -> set[int]:
+    """Return the ids of the containers, dicts of fields and objects with slots that holders restore."""
+    found: set[int] = set()
+    for holder in holders:
+        if type(holder) is PlainObjectsHolder:
+            found |= holder.objects.ids()
+        elif hasattr(holder, "container"):
+            found.add(id(holder.container))
+    return found
 
 
 class SetHolder:
@@ -353,29 +426,29 @@ class ArrayHolder:
 class SlotHolder:
     """An object with slots, and what they held."""
 
-    __slots__ = ("_found", "_object", "_saved")
+    __slots__ = ("_found", "_saved", "container")
 
     def __init__(self, value: Any, names: Sequence[str]) -> None:
-        self._object = value
+        self.container = value
         held = _slots(value, names).items()
         self._saved = {name: item if item is ABSENT else saved_item(item) for name, item in held}
         self._found: dict[str, Any] = {}
 
     def enter(self) -> None:
-        self._found = found = _slots(self._object, self._saved)
+        self._found = found = _slots(self.container, self._saved)
         self._put({name: item for name, item in self._saved.items() if not _same(found[name], item)})
 
     def leave(self) -> None:
         found, self._found = self._found, {}
-        now = _slots(self._object, found)
+        now = _slots(self.container, found)
         self._put({name: item for name, item in found.items() if now[name] is not item})
 
     def _put(self, items: dict[str, Any]) -> None:
         for name, item in items.items():
             if item is ABSENT:
-                object.__delattr__(self._object, name)
+                object.__delattr__(self.container, name)
             elif item is not LEFT:
-                object.__setattr__(self._object, name, item)
+                object.__setattr__(self.container, name, item)
 
 
 _NOT_STATE = ("__dict__", "__weakref__")  # in `__slots__`

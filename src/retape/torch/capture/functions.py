@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import datetime
 import dis
+import enum
+import numbers
 import sys
 import sysconfig
 import threading
@@ -25,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import ATOMS, content_of
+from retape.torch.capture.containers import ATOMS, content_of, is_value_of_torch
+from retape.torch.capture.unrepeatable import CACHED, is_iterator
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
 # Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
@@ -215,7 +219,7 @@ def of_library(kind: Any) -> bool:
 
 def fields_are_restored(kind: type) -> bool:
     """True if a re-run sees the plain fields of such an object as they were; those of a library's lock, pool or file change at any time."""
-    return not of_library(kind) or issubclass(kind, SETTINGS_OBJECTS)
+    return not of_library(kind) or issubclass(kind, SETTINGS_OBJECTS) or is_value_of_torch(kind)
 
 
 # --- globals and class attributes ---------------------------------------------------------------------------------------
@@ -371,7 +375,9 @@ class _Places:
                 self._pending += [value for value in map(vars(base).get, made) if type(value) is types.FunctionType]
 
     def _meet(self, values: Mapping[str, Any], owner: type | None, name: str, value: Any) -> None:
-        value = behind_descriptor(value)
+        if isinstance(value, _KEEPING):
+            self._add(values, owner, name)
+        value = _behind(value)
         kind: Any = type(value)
         if kind is types.FunctionType:
             self._pending.append(value)
@@ -382,7 +388,7 @@ class _Places:
         elif isinstance(value, types.ModuleType):
             if self._enters(value.__name__):
                 self._add_space(vars(value))
-        elif not name.startswith("__") and (issubclass(kind, _READ) or not of_library(kind)):
+        elif not name.startswith("__") and (issubclass(kind, _READ) or is_iterator(kind) or not of_library(kind)):
             self._add(values, owner, name)
             if not of_library(kind):
                 self._enter_class(kind)
@@ -403,6 +409,7 @@ def has_state_in_closure(function: types.FunctionType) -> bool:
 
 
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType)
+_KEEPING = (partial, types.MethodType, CACHED)  # callables that hold values, or the object of which they are a method
 
 
 def _is_plain(value: Any) -> bool:
@@ -414,21 +421,26 @@ _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "__call__"
 _READ = (
     *(type(None), int, float, complex, str, bytes, slice, range, torch.dtype, torch.device),
     *(Tensor, dict, list, tuple, set, deque, np.ndarray, torch.Generator, *SETTINGS_OBJECTS),
+    *(numbers.Number, enum.Enum, datetime.date, datetime.time, datetime.timedelta),
+    *(torch.distributions.Distribution, torch.distributions.Transform, torch.quasirandom.SobolEngine),
 )
 
 
-def behind_descriptor(value: Any) -> Any:
+def _behind(value: Any) -> Any:
     """Return the function behind a method, a partial, a property or a function with a cache; other values unchanged."""
-    if type(value) in (staticmethod, classmethod, types.MethodType):
+    value = behind_descriptor(value)
+    if isinstance(value, types.MethodType):
         return value.__func__
     if isinstance(value, partial):
-        return behind_descriptor(value.func)
-    if type(value) is _CACHED:
-        return value.__wrapped__
+        return _behind(value.func)
+    return value.__wrapped__ if type(value) is CACHED else value
+
+
+def behind_descriptor(value: Any) -> Any:
+    """Return the function behind an attribute of a class that is a static method, a class method or a property."""
+    if type(value) in (staticmethod, classmethod):
+        return value.__func__
     return value.fget if type(value) is property else value
-
-
-_CACHED = type(lru_cache(lambda: None))
 
 
 # --- callables of retape's own ----------------------------------------------------------------------------------------

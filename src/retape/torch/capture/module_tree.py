@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from retape.torch.capture.containers import (
     ATOMS,
     OWN_FIELDS,
+    PLAIN_TYPES,
     WEAK_PROXIES,
     ModuleHolder,
     PlainObjects,
@@ -36,7 +37,9 @@ from retape.torch.compat import fsdp_internals, internals, process_internals
 _PARAMETER = frozenset({nn.Parameter})
 _HELD = ("_buffers", "_modules", "_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_SETTINGS = ATOMS | {types.FunctionType, type}
+# How hooks are called; they have entries only where `_HOOKS` have.
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+_SETTINGS = ATOMS | PLAIN_TYPES | {types.FunctionType, type}
 _PROXY_TYPES = frozenset(WEAK_PROXIES)
 _flat = chain.from_iterable
 # Methods of `dict` itself: those of an OrderedDict are slower, and the order is the same.
@@ -285,6 +288,11 @@ def _behind_proxy(child: Any) -> Any:
     return process_internals.referent(child) if type(child) in _PROXY_TYPES else child
 
 
+def _hook_flags(fields: list[dict[str, Any]]) -> list[dict[Any, Any]]:
+    """Return the dicts that say how hooks are called, of each module in turn; a module of an old file may lack some."""
+    return [part.get(name, {}) for part in fields for name in _HOOK_FLAGS]
+
+
 def _picker(numbers: list[int]) -> Pick | None:
     """Return a function that takes the items with these numbers out of a list, in C."""
     if not numbers:
@@ -313,6 +321,7 @@ class ModuleTree:
     filled: Dicts
     empty: Dicts
     _hook_copies: list[dict[Any, Any]] | None = None
+    _flag_copies: list[dict[Any, Any]] = []  # noqa: RUF012 - never changed, only replaced
     _objects: list[Any] | None = None  # in fields when it was entered
     _entered: list[ModuleHolder] | None = None
 
@@ -343,6 +352,7 @@ class ModuleTree:
         self._hooks: tuple[dict[Any, Any], ...] = layout.pick_hooks(saved)
         if any(self._hooks):
             self._hook_copies = [hook.copy() for hook in self._hooks]
+            self._flag_copies = [flags.copy() for flags in _hook_flags(fields)]
 
     def _add_buffers(self) -> None:
         """Add buffers and tensors in fields, without their history, which could close a cycle through the graph."""
@@ -431,12 +441,16 @@ class ModuleTree:
         places = [*[layout.field_places[n] for n in numbers], *layout.object_places[: layout.restored_count]]
         settings = self._by_owner(places, [*[self._saved[n] for n in numbers], *self.saved_objects])
         held, saved_hooks = self._held_by_dict(), self._hook_copies or [{} for _ in hooks]
+        flags = _hook_flags(self.fields)
+        saved_flags = self._flag_copies or [{} for _ in flags]
         holders = []
         for number, (fields, mine) in enumerate(zip(self.fields, settings, strict=True)):
             # Parameters, the last of `_HELD`, are left alone where FSDP exchanges them.
             parts = slice(len(_HELD) * number, len(_HELD) * (number + 1) - (not layout.with_parameters))
             both = slice(len(_HOOKS) * number, len(_HOOKS) * (number + 1))
-            dicts, then = (*content[parts], *hooks[both]), [*held[parts], *saved_hooks[both]]
+            ways = slice(len(_HOOK_FLAGS) * number, len(_HOOK_FLAGS) * (number + 1))
+            dicts = (*content[parts], *hooks[both], *flags[ways])
+            then = [*held[parts], *saved_hooks[both], *saved_flags[ways]]
             holders.append(ModuleHolder(fields, list(layout.field_names[number]), mine, dicts, then))
         return holders
 

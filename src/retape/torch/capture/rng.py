@@ -82,13 +82,13 @@ def _part(words: Any, start: int, size: int = _GLIMPSE_BYTES) -> memoryview:
 
 
 class ObjectStream(Stream):
-    """A random.Random, or one of numpy's generator objects."""
+    """A random.Random, or one of numpy's generator objects, or the bit generator of one."""
 
     __slots__ = ("_get", "_put")
 
     def __init__(self, generator: Any) -> None:
-        source = getattr(generator, "bit_generator", None)  # numpy's Generator
-        if source is not None:
+        source = getattr(generator, "bit_generator", generator)  # of numpy's Generator, or itself
+        if hasattr(source, "state"):
             self._get = lambda: _OtherState(source.state)
             self._put = lambda token: setattr(source, "state", token.state)
         elif hasattr(generator, "getstate"):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
-from retape.torch.capture.containers import SWAPS
+from retape.torch.capture.containers import SWAPS, is_in_a_tuple, tracked
 from retape.torch.capture.host_access import FieldAccess, ReadGuard
 from retape.torch.capture.mutation import (
     CHANGES,
@@ -93,6 +93,7 @@ class Snapshot:
     _needs_grad: list[bool]  # of those
     # Those of them that have a history, by number: they themselves, which the function sees, and which are not held.
     _originals: dict[int, weakref.ref[Tensor]] = {}  # noqa: RUF012 - never changed, only replaced
+    _aliases: dict[int, Tensor] = {}  # noqa: RUF012 - likewise; what containers hold of those that are arguments too
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -136,6 +137,8 @@ class Snapshot:
         """Hold tensors of closures and modules without their history, which could close a cycle through the graph."""
         self._leaves = [tensor.grad_fn is None for tensor in self._rest]
         self._originals = {n: weakref.ref(t) for n, t in enumerate(self._rest) if t.grad_fn is not None}
+        if call.shared:
+            self._aliases = {n: tracked(self._rest[n]) for _, n in call.shared if n in self._originals}
         call.state = list(map(hold, call.state))
         call.extras = list(map(hold, call.extras))
         self._rest = call.extras + call.state
@@ -532,7 +535,10 @@ class RestoredState:
         if number >= len(call.extras):
             container, key = call.place(number - len(call.extras))
             return container[key]  # type: ignore[no-any-return]
-        return call.extras[number] if original is None else original()
+        if original is None:
+            return call.extras[number]
+        alias = self._snapshot._aliases[number]
+        return alias if is_in_a_tuple(alias, call.holders) else original()
 
     def keep_gradients(self) -> None:
         """Also put `.grad` back when left: the region runs a backward pass of its own."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import noop_context_fn
 from retape.core.errors import InvalidInput
 from retape.torch.capture.call import capture_call
 from retape.torch.compat import internals
-from retape.torch.engine.context import PROCESS, THREAD, RegionRequest, is_plain, recomputing
+from retape.torch.engine.context import PROCESS, THREAD, RegionRequest, in_rerun, is_plain
 from retape.torch.engine.messages import OpLog, refuse_cached_parametrizations, refuse_transforms
 from retape.torch.engine.policy import DROP, DROP_IN, Check, Inputs, Policy
 from retape.torch.engine.region import Region
@@ -67,7 +67,7 @@ def _run_call(  # noqa: PLR0917 - by position: passing keywords twice is a part 
     if not call.only_parameters and call.is_lazy:
         return function(*arguments, **keywords)  # its first call gives it its shape; the next one is a region
     runner = THREAD.runner
-    if runner is not None and contexts is None and not policy.moves and not recomputing():
+    if runner is not None and contexts is None and not policy.moves and not in_rerun():
         answer = runner.run(RegionRequest(call, function, arguments, keywords, policy, check, early_stop, done))
         if answer is not NotImplemented:
             return answer

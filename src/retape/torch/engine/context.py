@@ -42,6 +42,7 @@ class Running(Protocol):
     def region(self) -> Any: ...
 
     def keep(self, value: Any) -> Any: ...
+    def on_question(self) -> None: ...
 
 
 class RegionRun:
@@ -65,6 +66,9 @@ class RegionRun:
             )
         self._cursor += 1
         return pytree.tree_map_only(_KeptTensor, lambda kept: kept.again(self.region.name), recorded[self._cursor - 1])
+
+    def on_question(self) -> None:
+        """The function asks whether it is run again."""
 
 
 def record(kept: list[Any], value: Any) -> Any:
@@ -195,6 +199,11 @@ def managed_elsewhere() -> bool:
     return internals.graph_task() >= 0 or internals.top_hooks(True) is not None
 
 
+def in_rerun() -> bool:
+    """True if the caller runs inside a re-run."""
+    return any(run.rerun for run in current_runs())
+
+
 # --- for user code --------------------------------------------------------------------------------------------------
 
 
@@ -216,4 +225,6 @@ def _keep(value: Any) -> Any:
 
 def recomputing() -> bool:
     """True if the caller runs inside a re-run; for effects that no re-run can undo: a `print`, a file."""
-    return any(run.rerun for run in current_runs())
+    for run in current_runs():
+        run.on_question()
+    return in_rerun()

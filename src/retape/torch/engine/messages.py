@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from retape.core.errors import RecomputeMismatch, RegionError, StateChanged, UnsupportedTransform
 from retape.torch.capture.call import Call, name_of
+from retape.torch.capture.unrepeatable import UsedUp
 from retape.torch.compat import internals
 
 _REMEDY = (
@@ -61,6 +62,20 @@ def different_values(region: str, index: int) -> RerunMismatch:
     """Return the error for a tensor that has another checksum in the re-run."""
     return RerunMismatch(
         f"Region {region} saved other values when it was run again: tensor {index} has the same shape but another checksum. {_REMEDY}"
+    )
+
+
+def cannot_repeat(region: str, used: UsedUp) -> RerunMismatch:
+    """Return the error for a re-run of a function that has used up something which it would read again."""
+    if used.is_cache:
+        return RerunMismatch(
+            f"Region {region} cannot be run again: in its forward {used.words}, a function with a cache, had no result for its arguments "
+            "and drew random numbers. A re-run would find the result and draw nothing, so that later random numbers would be others. "
+            "Call the function once before the region, or pass its result as an argument."
+        )
+    return RerunMismatch(
+        f"Region {region} cannot be run again: its forward advanced the iterator {used.words}, which would give other values now. Read it "
+        "outside the region and pass the value as an argument, or record it: retape.keep(next(iterator))."
     )
 
 

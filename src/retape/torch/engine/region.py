@@ -30,11 +30,13 @@ from torch.utils import _pytree as pytree
 from retape.torch.capture.decisions import Decisions, Recording
 from retape.torch.capture.mutation import PLAIN_TENSORS, Digest, checksum, digest, hold, same_digests, version_of
 from retape.torch.capture.snapshot import Snapshot
+from retape.torch.capture.unrepeatable import UsedUp, used_up
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine import inputs as sources
 from retape.torch.engine.context import PROCESS, THREAD, Running, record
 from retape.torch.engine.host.offload import MovedSlot, RegionTransfers, moved_inputs
 from retape.torch.engine.messages import (
+    cannot_repeat,
     fewer_tensors,
     raise_explained,
     suppressed_exception,
@@ -124,6 +126,8 @@ class Region:
     _transfers: RegionTransfers | None = None  # where slots or inputs are moved
     _held_collectives: HeldCollectives | None = None
     _communicates = False  # the first run started a collective
+    _asks = False  # the function asks whether it is run again, and does something else then
+    _used_up: UsedUp | None = None  # by the first run, so that it cannot be run again
 
     def __init__(  # noqa: PLR0917 - by position: passing keywords is a part of what a region costs
         self,
@@ -177,6 +181,10 @@ class Region:
             self.kept = []
         return record(self.kept, value)
 
+    def on_question(self) -> None:
+        """The function asks whether it is run again."""
+        self._asks = True
+
     # --- the first run -----------------------------------------------------------------------------------------
 
     def _hold_inputs(self) -> sources.InputSource:
@@ -223,6 +231,8 @@ class Region:
             running.pop()
             self._own_state = _NO_TENSORS
         self.snapshot.finish_forward(tensors)
+        if call.watched:
+            self._note_used_up(call)
         if self.snapshot.touches_data:  # what it puts there it may put back only at its end
             self.early_stop = False
         self.is_running = False
@@ -230,6 +240,12 @@ class Region:
             transfers.finish_forward()
         self._tell_others(outputs)
         return outputs
+
+    def _note_used_up(self, call: Call) -> None:
+        """Record what the function has used up, unless it says that it does something else when it is run again."""
+        if not self._asks:
+            self._used_up = used_up(call, drew=self.snapshot.drew, kept=bool(self.kept))
+        call.watched = ()
 
     def _tell_others(self, outputs: Any) -> None:
         """Let later regions find what made the outputs, and the region around know that gradients are taken inside it."""
@@ -381,6 +397,8 @@ class Region:
     def _rerun(self, targets: dict[int, Slot], early_stop: bool, made: sources.Made | None = None) -> Any:
         """Refill `targets` by a re-run: guarded, by the recipe, traced, or simply whole."""
         inputs, snapshot = self._inputs, self.snapshot
+        if self._used_up is not None:
+            raise cannot_repeat(self.name, self._used_up)
         if type(inputs) is _HeldHere and inputs.holds_here:
             held = inputs.held
             suspects = snapshot.check(held)
@@ -605,7 +623,7 @@ class Region:
         around, running[:] = list(running), [run]
         try:
             with RERUN, internals.unobserved(), self.snapshot.restored(tensors, same_arguments=False) as restored:
-                args, keywords = self._call.arguments.rebuild(restored.arguments)
+                args, keywords = self._call.arguments.rebuild(restored.arguments, as_given=False)
                 _push_hooks(pack, unpack)
                 try:
                     answer = self._call.function(*args, **keywords)

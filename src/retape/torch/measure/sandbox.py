@@ -27,6 +27,7 @@ from retape.torch.measure.tuning import TUNING
 
 _PLAIN = (Tensor, nn.Parameter)
 _ABSENT = object()
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 
 
 class InitialGradients(Enum):
@@ -58,7 +59,7 @@ class Sandbox:
         copied = _written_parameters(reach)
         self._tensors = [_save_tensor(each, copied) for each in reach.tensors if _is_saved(each)]
         self._generators = [name for name, _ in reach.generators]
-        self._draws = rng.capture([_as_stream(generator) for _, generator in reach.generators])
+        self._draws = rng.capture([generator for _, generator in reach.generators])
         for name, tensor, _ in reach.tensors:
             if tensor.is_leaf and tensor.requires_grad:
                 self._add_leaf(name, tensor)
@@ -233,15 +234,6 @@ def _written_parameters(reach: Reachable) -> set[int]:
     return found
 
 
-def _as_stream(generator: Any) -> Any:
-    """A generator that `rng.capture` takes; one of numpy's bit generators is wrapped in a Generator."""
-    if isinstance(getattr(generator, "state", None), dict) and not hasattr(generator, "bit_generator"):
-        import numpy
-
-        return numpy.random.Generator(generator)
-    return generator
-
-
 def frozen_copy(value: Any) -> Any:
     """A copy that can be compared later: tensors cloned, other objects by the name of their class."""
     if isinstance(value, Tensor):
@@ -339,10 +331,11 @@ class _SavedDict:
         if self._is_same():
             return
         before = dict(zip(self._keys, self._saved_values, strict=True))
+        numbered = self.name.rpartition(".")[2] in _HOOKS  # a hook has another number each time it is registered
         for position, key in enumerate(dict.fromkeys((*before, *self._live))):
             now = dict.get(self._live, key, _ABSENT)
             if now is not before.get(key, _ABSENT):
-                yield keyed(self.name, key, position), (None if now is _ABSENT else now)
+                yield keyed(self.name, None if numbered else key, position), (None if now is _ABSENT else now)
 
     def restore(self) -> None:
         if self._is_same():

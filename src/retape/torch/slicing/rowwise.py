@@ -394,7 +394,7 @@ def read_settings(function: Callable[..., Any], given: list[Any], dim: int) -> R
 
     A re-run is a call that was checked when it first ran, and tensors without values show nothing.
     """
-    if context.recomputing() or any(internals.is_fake(value) for value in given if isinstance(value, Tensor)):
+    if context.in_rerun() or any(internals.is_fake(value) for value in given if isinstance(value, Tensor)):
         return None
     return Reading({"": function}, [*given, dim])
 
