@@ -395,7 +395,7 @@ def test_optimizers_of_torch_are_known():
 
 
 def test_models_that_take_no_tokens_say_what_to_give():
-    from transformers import T5Config, ViTConfig, ViTForImageClassification
+    from transformers import ViTConfig, ViTForImageClassification
 
     vit = ViTConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4)
     with pytest.raises(InvalidInput, match="no language model of a ViTConfig"):
@@ -405,9 +405,20 @@ def test_models_that_take_no_tokens_say_what_to_give():
     with pytest.raises(InvalidInput, match="ViTForImageClassification takes pixel_values"):
         retape.forecast(model, (2, 224))
     assert retape.forecast(model, {"pixel_values": (2, 3, 224, 224), "labels": (2,)}).rows == 2
+
+
+def test_configurations_of_encoder_decoder_models():
+    from transformers import BartConfig, T5Config
+
     sizes = {"num_layers": 2, "d_model": 64, "d_ff": 64, "num_heads": 4, "d_kv": 16, "vocab_size": 128}
-    both = retape.forecast(T5Config(**sizes, decoder_start_token_id=0), {"input_ids": (2, 64), "labels": (2, 32)})
-    assert len(both.treatments) == 4
+    t5 = T5Config(**sizes)  # which says nothing of the token that a decoder starts with
+    sizes = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 128, "encoder_layerdrop": 0.9}
+    bart = BartConfig(**sizes, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4)
+    for config in (t5, bart):
+        found = retape.forecast(config, {"input_ids": (2, 64), "labels": (2, 32)})
+        assert len(found.treatments) == 4
+        assert retape.forecast(config, (2, 64)).peak_bytes > found.peak_bytes
+    assert getattr(t5, "decoder_start_token_id", None) is None
 
 
 @pytest.mark.parametrize("batch", [((32, 64), (32, 64)), (2, 256, 3), (2, 256.0), None, "2x256", []])

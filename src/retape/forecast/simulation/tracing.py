@@ -22,6 +22,7 @@ from retape.forecast.simulation.op_seconds import CostModel
 from retape.forecast.simulation.simulator import META, SimulatedDevice, SimulatedOpTimer, simulated, track_simulated
 from retape.torch.measure.sandbox import InitialGradients
 from retape.torch.measure.step_function import default_step, scalar_loss
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.chain_builder import RegionChain, build_chain
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import FitInstruments, Overheads
@@ -123,7 +124,7 @@ def trace_step(
     """
     try:
         linears = None if float8 is None else Float8Linears(float8, find_regions(model).values())
-        with simulated(costs, float8=linears) as device:
+        with LIBRARIES.with_every_layer(model), simulated(costs, float8=linears) as device:
             known = pytree.tree_map_only(Tensor, lambda leaf: _meta_leaf(leaf, device), batch)
             return _Tracer(model, known, device, step, host).run(plan, float8)
     except RetapeError:
