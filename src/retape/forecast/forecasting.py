@@ -174,7 +174,7 @@ def _fixed_bytes(problem: StageProblem, traced: TracedStep) -> int:
 
 def optimizer_step_seconds(device: Device, optimizer: OptimizerKind) -> Callable[[int], float]:
     """Return the seconds of an optimizer step as a function of the bytes that it reads and writes."""
-    costs, name = cost_model(device), "adamw fused" if optimizer.states == 2 else "sgd"
+    costs, name = cost_model(device), "adamw fused" if optimizer.states >= 2 else "sgd"
     return lambda size: costs.optimizer_seconds(name, "bfloat16", size)
 
 
