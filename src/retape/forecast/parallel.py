@@ -18,7 +18,7 @@ from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Option, Stage
 from retape.forecast.device import Device
 from retape.forecast.layout import Layout, OptimizerKind
-from retape.forecast.simulation.allocator import Run, reserved_bytes
+from retape.forecast.simulation.allocator import Run, RunMemory, memory_of_run
 from retape.forecast.simulation.tracing import TracedStep, Weights
 
 
@@ -265,14 +265,12 @@ class _Maker:
         return (self._layout.context - 1) * self._traced.attention_seconds * share
 
 
-def plain_reserved_bytes(
-    traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]
-) -> int:
-    """Return the bytes that PyTorch reserves for a run that keeps everything; 0 for layouts of which that is not known."""
+def plain_memory(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]) -> RunMemory:
+    """Return the memory of a run of one micro-batch that keeps everything; 0 bytes for layouts of which it is not known."""
     run = _run_of(traced, layout, optimizer, weights)
     if run is None:
-        return 0
-    return reserved_bytes([(number, -(-size // layout.tensor)) for number, size in traced.events], run)
+        return RunMemory()
+    return memory_of_run([(number, -(-size // layout.tensor)) for number, size in traced.events], run)
 
 
 def _run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]) -> Run | None:
@@ -281,7 +279,8 @@ def _run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weight
     FSDP2 gathers blocks in a stream of its own and reduces gradients in another; the weights outside of blocks stay gathered in a step.
     """
     parts, sharded = layout.fsdp * layout.tensor, layout.fsdp > 1
-    if layout.pipeline * layout.expert * layout.accumulate > 1 or layout.sharing != layout.fsdp or layout.zero < 3:
+    is_known = layout.pipeline * layout.expert * layout.accumulate == 1 and layout.sharing == layout.fsdp
+    if layout.gpus > 1 and not (is_known and (layout.zero == 3 or not sharded)):
         return None
     sizes = [(weight.numel() // parts, weight.element_size(), weight.requires_grad) for weight in weights]
     kept = [

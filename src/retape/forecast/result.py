@@ -28,9 +28,9 @@ class Forecast:
     """Peak, seconds and plan of a training step on a device, per pipeline stage.
 
     `peak_bytes` is of the fullest GPU and counts everything that PyTorch allocates there, without the CUDA context.
-    `plain_peak_bytes` and `plain_seconds` are those of the model as it runs by itself on one GPU, if it had the memory;
-    `plain_reserved_bytes` what PyTorch reserves for that, fragments included: on one GPU, with FSDP or tensor parallelism; 0 for other
-    layouts.
+    `plain_peak_bytes` and `plain_seconds` are those of one micro-batch that keeps everything, on a GPU of the layout, if it had the
+    memory; `plain_reserved_bytes` what PyTorch reserves for that, fragments included. Both bytes are known on one GPU, with FSDP
+    (ZeRO-3) or tensor parallelism; 0 for other layouts.
     `again` forecasts the setup with a change.
     """
 
