@@ -127,7 +127,7 @@ class Forecast:
     def export(self, kind: str) -> str:
         """Return settings for "megatron" or "torchtitan" (flags), "huggingface" or "deepspeed" (JSON)."""
         counts = sum((stage.coarse_counts() for stage in self.stages), Counter[str]())
-        return export_settings(kind, self.layout, counts, rows=self.rows, length=self.length)
+        return export_settings(kind, self.layout, counts, rows=self.rows, length=self.length, float8=self.float8)
 
     def report(self, path: str | Path) -> None:
         """Write one HTML page: what to change, and per pipeline stage memory over a micro-batch by class, frontier and treatments."""
