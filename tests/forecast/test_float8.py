@@ -158,6 +158,12 @@ def test_what_cannot_be(wide, wide_rows):
         )
 
 
+def test_a_number_of_tokens_that_float8_cannot_multiply(wide):
+    message = r"gets 24 rows \(tokens of a micro-batch on one GPU\), .* a multiple of 16. Use 32 rows"
+    with pytest.raises(InvalidInput, match=message):
+        retape.forecast(wide, torch.empty(24, 4096, dtype=torch.bfloat16, device="meta"), float8="rowwise")
+
+
 def test_a_search_in_float8_and_the_command(wide, wide_rows, capsys):
     fixed = {"tensor": 1, "pipeline": 1}
     found = {
