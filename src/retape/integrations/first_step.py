@@ -1,13 +1,15 @@
 """The hook that all trainers share: a fit inside their first training step, on the loss that they compute themselves.
 
 A trainer's adapter calls `FittedSteps.loss` wherever the trainer computes the loss of a batch. The first call fits, and so does one
-before which weights were frozen or unfrozen; later ones compare the batch with the fitted one, and give larger batches a live budget.
+with another model, or before which weights were frozen or unfrozen. Other ones compare the batch with the fitted one, and give larger
+batches a live budget.
 What belongs to one trainer (where its steps and loggers are) is in that trainer's module.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -22,6 +24,7 @@ from retape.core.problem import EXACT, Budget, BudgetLike, OptionSet
 from retape.integrations.trainer_state import OwnCheckpointing, TensorSize, is_within, plain_state_restored, sizes_of
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
+from retape.torch.compat import fsdp_internals
 from retape.torch.measure.sandbox import InitialGradients, sandboxed
 from retape.torch.measure.step_function import StepFunction
 from retape.torch.planning.attach import unwrapped
@@ -64,7 +67,9 @@ class FittedSteps:
         self._is_removed = False
         self._sizes: list[TensorSize] = []
         self._trained: tuple[bool, ...] = ()
-        self._other_reruns = 0  # of steps that teach the live budget, less those that a removed fit no longer counts
+        self._model: weakref.ref[nn.Module] | None = None  # that was fitted
+        self._waits = False  # for gradients to be reduced, to fit again
+        self._other_reruns = 0  # of steps that teach the live budget
         self.is_live = False
         self._taken_over: OwnCheckpointing | None = None
 
@@ -94,19 +99,44 @@ class FittedSteps:
             raise InvalidInput(
                 "This budget was removed from the model, so nothing holds the step inside it. Make a new one for further training."
             )
-        if self.fitted is not None and _trained_of(model) != self._trained:
-            _LOG.warning("retape: weights of %s were frozen or unfrozen: it is fitted again.", self.fitted.record.model)
+        if self.fitted is not None and not self._is_of(unwrapped(model)):
             self._detach()
             self.fitted = self.live = None
         if self.fitted is None:
             self.fit(model, batch, compute, optimizer=optimizer, keepers=keepers)
         self._choose(batch)
 
+    def _is_of(self, model: nn.Module) -> bool:
+        """True if what was fitted is what is trained now; say what has changed if it is not."""
+        assert self.fitted is not None
+        name = type(model).__name__
+        if self._model is None or self._model() is not model:
+            _LOG.warning(
+                "retape: %s is another model than the %s that was fitted: it is fitted instead. Models that take turns need a budget "
+                "each, or they are fitted in each turn.",
+                name,
+                self.fitted.record.model,
+            )
+            return False
+        if _trained_of(model) == self._trained:
+            return True
+        if not fsdp_internals.has_unsharded_gradients(model):
+            _LOG.warning("retape: weights of %s were frozen or unfrozen: it is fitted again.", name)
+            return False
+        if not self._waits:  # steps that are only measured would reduce the gradients of the micro-steps before
+            self._waits = True
+            _LOG.warning(
+                "retape: weights of %s were frozen or unfrozen between two micro-steps: it is fitted again when their gradients are "
+                "reduced. Until then the budget may be passed.",
+                name,
+            )
+        return True
+
     def fit(
         self, model: nn.Module, batch: Any, compute: ComputeLoss, *, optimizer: Any = None, keepers: Iterable[Any] = ()
     ) -> Fit:
         """Fit on a batch, and leave model, batch and keepers as they were."""
-        self._other_reruns = 0
+        self._other_reruns, self._waits = 0, False
         options = {"optimizer": optimizer, **self._options}
         with plain_state_restored(keepers) as restore:
 
@@ -118,6 +148,7 @@ class FittedSteps:
             if self.lengths is Lengths.ADAPTIVE and not fitted.record.devices:
                 self._teach_live(fitted, model, batch, step, optimizer)
         self.fitted, self._sizes, self._trained = fitted, sizes_of(batch), _trained_of(model)
+        self._model = weakref.ref(unwrapped(model))
         return fitted
 
     def _teach_live(self, fitted: Fit, model: nn.Module, batch: Any, step: StepFunction, optimizer: Any) -> None:
@@ -128,7 +159,6 @@ class FittedSteps:
         later = fitted.record.accumulating
         last = InitialGradients.ZERO if later is None or later.fits else InitialGradients.NONE
         live = Adaptive(unwrapped(model), Budget.of(fitted.record.budget_bytes))
-        self.live = live
         try:
             with sandboxed(model, batch, step, optimizer, gradients=InitialGradients.NONE) as sandbox:
                 for number in range(AdaptiveTuning().first_measured_steps):
@@ -139,10 +169,10 @@ class FittedSteps:
                 self._other_reruns = fitted.regions_run + live.stats().reruns
         except BaseException:
             live.remove()
-            self.live = None
             fitted.remove()
             raise
         live.remove()
+        self.live = live
 
     def _choose(self, batch: Any) -> None:
         """Let the plan run batches that are not larger than the fitted one, and the live budget those that are."""
@@ -170,7 +200,6 @@ class FittedSteps:
     def _detach(self) -> None:
         self._stop_live()
         if self.fitted is not None:
-            self._other_reruns -= self.fitted.regions_run
             self.fitted.remove()
 
     def _put_back(self) -> None:
