@@ -9,7 +9,6 @@ What belongs to one trainer (where its steps and loggers are) is in that trainer
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -21,10 +20,16 @@ from torch import Tensor, nn
 from retape.api import Fit, fit
 from retape.core.errors import BatchTooLarge, BudgetTooSmall, InvalidInput
 from retape.core.problem import EXACT, Budget, BudgetLike, OptionSet
-from retape.integrations.trainer_state import OwnCheckpointing, TensorSize, is_within, plain_state_restored, sizes_of
+from retape.integrations.trainer_state import (
+    FittedModel,
+    OwnCheckpointing,
+    TensorSize,
+    is_within,
+    plain_state_restored,
+    sizes_of,
+)
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
-from retape.torch.compat import fsdp_internals
 from retape.torch.measure.sandbox import InitialGradients, sandboxed
 from retape.torch.measure.step_function import StepFunction
 from retape.torch.planning.attach import unwrapped
@@ -66,9 +71,7 @@ class FittedSteps:
         self.live: Adaptive | None = None
         self._is_removed = False
         self._sizes: list[TensorSize] = []
-        self._trained: tuple[bool, ...] = ()
-        self._model: weakref.ref[nn.Module] | None = None  # that was fitted
-        self._waits = False  # for gradients to be reduced, to fit again
+        self._fitted_model: FittedModel | None = None
         self._other_reruns = 0  # of steps that teach the live budget
         self.is_live = False
         self._taken_over: OwnCheckpointing | None = None
@@ -99,44 +102,18 @@ class FittedSteps:
             raise InvalidInput(
                 "This budget was removed from the model, so nothing holds the step inside it. Make a new one for further training."
             )
-        if self.fitted is not None and not self._is_of(unwrapped(model)):
+        if self._fitted_model is not None and not self._fitted_model.is_still(unwrapped(model)):
             self._detach()
-            self.fitted = self.live = None
+            self.fitted = self.live = self._fitted_model = None
         if self.fitted is None:
             self.fit(model, batch, compute, optimizer=optimizer, keepers=keepers)
         self._choose(batch)
-
-    def _is_of(self, model: nn.Module) -> bool:
-        """True if what was fitted is what is trained now; say what has changed if it is not."""
-        assert self.fitted is not None
-        name = type(model).__name__
-        if self._model is None or self._model() is not model:
-            _LOG.warning(
-                "retape: %s is another model than the %s that was fitted: it is fitted instead. Models that take turns need a budget "
-                "each, or they are fitted in each turn.",
-                name,
-                self.fitted.record.model,
-            )
-            return False
-        if _trained_of(model) == self._trained:
-            return True
-        if not fsdp_internals.has_unsharded_gradients(model):
-            _LOG.warning("retape: weights of %s were frozen or unfrozen: it is fitted again.", name)
-            return False
-        if not self._waits:  # steps that are only measured would reduce the gradients of the micro-steps before
-            self._waits = True
-            _LOG.warning(
-                "retape: weights of %s were frozen or unfrozen between two micro-steps: it is fitted again when their gradients are "
-                "reduced. Until then the budget may be passed.",
-                name,
-            )
-        return True
 
     def fit(
         self, model: nn.Module, batch: Any, compute: ComputeLoss, *, optimizer: Any = None, keepers: Iterable[Any] = ()
     ) -> Fit:
         """Fit on a batch, and leave model, batch and keepers as they were."""
-        self._other_reruns, self._waits = 0, False
+        self._other_reruns = 0
         options = {"optimizer": optimizer, **self._options}
         with plain_state_restored(keepers) as restore:
 
@@ -147,8 +124,7 @@ class FittedSteps:
             fitted = fit(model, batch, budget=self._budget, step=step, **options)
             if self.lengths is Lengths.ADAPTIVE and not fitted.record.devices:
                 self._teach_live(fitted, model, batch, step, optimizer)
-        self.fitted, self._sizes, self._trained = fitted, sizes_of(batch), _trained_of(model)
-        self._model = weakref.ref(unwrapped(model))
+        self.fitted, self._sizes, self._fitted_model = fitted, sizes_of(batch), FittedModel(unwrapped(model))
         return fitted
 
     def _teach_live(self, fitted: Fit, model: nn.Module, batch: Any, step: StepFunction, optimizer: Any) -> None:
@@ -223,10 +199,6 @@ class FittedSteps:
             "retape/slowdown": self.fitted.promised.slowdown,
             "retape/reruns": float(reruns - self._other_reruns),
         }
-
-
-def _trained_of(model: nn.Module) -> tuple[bool, ...]:
-    return tuple([parameter.requires_grad for parameter in model.parameters()])
 
 
 def loss_in(result: Any) -> Tensor:
