@@ -87,6 +87,7 @@ class Fit:
         self, model: nn.Module, record: FitRecord, regions: Regions, caller: Executor | GradientSwitch | None
     ) -> None:
         self._model, self._regions, self._caller = model, regions, caller
+        self._regions_run = 0  # until `remove`
         self._optimizer_hook: RemovableHandle | None = None
         self._host_room: HostRoom | None = None
         self._updates: UpdatesInBackward | None = None
@@ -124,8 +125,8 @@ class Fit:
 
     @property
     def regions_run(self) -> int:
-        """Calls of regions that were not simply kept, since the plan was attached."""
-        return 0 if self._caller is None else self._caller.regions_run
+        """Calls of regions that were not simply kept, from when the plan was attached until it is removed."""
+        return self._regions_run if self._caller is None else self._caller.regions_run
 
     def explain(self) -> str:
         """Return a table: what each kind of region holds and recomputes, why, and its bytes and seconds."""
@@ -177,7 +178,7 @@ class Fit:
             self._host_room.remove()
         if self._caller is not None:
             take_off(unwrapped(self._model), dict(self._regions))
-            self._caller = None
+            self._regions_run, self._caller = self._caller.regions_run, None
         self._watching.close()
         if self.record.fused_loss:
             LIBRARIES.unfuse_loss(unwrapped(self._model))

@@ -181,3 +181,15 @@ def test_gradients_of_refrozen_layers_are_not_waited_for():
     assert (known.missing_bytes(CPU), known.allocated_bytes(CPU), known.present_bytes(CPU)) == (size, size, 0)
     known.begin_step()
     assert (known.missing_bytes(CPU), known.allocated_bytes(CPU), known.present_bytes(CPU)) == (0, 0, size)
+
+
+def test_a_gradient_replaces_one_that_is_freed():
+    weight = nn.Parameter(torch.zeros(4))
+    weight.grad = torch.zeros(4)
+    known = ParameterGradients()
+    known.add([weight])
+    assert known.allocated_bytes(CPU) == 0
+    kept, weight.grad = weight.grad, torch.ones(4)
+    assert known.allocated_bytes(CPU) == 0  # it is beside the one of before
+    del kept
+    assert known.allocated_bytes(CPU) == weight.nbytes

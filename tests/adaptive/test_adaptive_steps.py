@@ -329,6 +329,26 @@ def test_gradients_that_a_step_frees_and_makes_again_are_no_need_of_its_regions(
     assert before.peak_bytes[-1] - before.base_bytes <= 50 << 10
 
 
+def test_gradients_beside_those_of_before_are_a_need():
+    """Gradients of the task before that user code keeps, as for PCGrad: the next ones come on top."""
+    model, x = Model(), X[:2]
+    model(x).backward()
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    live = Adaptive(None, Budget.activations("1MiB"))
+    for _ in range(3):
+        kept = [parameter.grad for parameter in model.parameters()]
+        with live:
+            model.zero_grad()
+            y = x
+            for block in model.blocks:
+                y = retape.checkpoint(block, y, use_reentrant=False)
+            model.head(y).square().mean().backward()
+    stats = live.stats()
+    live.remove()
+    assert stats.weighed_steps == 2
+    assert min(stats.peak_bytes) - stats.base_bytes >= gradient_bytes == sum(gradient.nbytes for gradient in kept)
+
+
 # --- what is refused, and said ---------------------------------------------------------------------------------------
 
 

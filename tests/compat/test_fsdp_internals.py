@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import retape
 from retape.torch.compat import fsdp_internals, internals
 from retape.torch.measure.sandbox import sandboxed
 
@@ -114,3 +115,18 @@ def test_hooks_of_the_first_forward_stay_when_its_step_is_undone(sharded):
     assert hooks_of_state_dict(sharded) == registered
     sharded(rows)
     assert all(isinstance(each, DTensor) for each in sharded.state_dict().values()), "shards, after a forward alone"
+
+
+def test_an_inner_module_does_not_become_the_root(sharded):
+    rows = torch.randn(2, 4)
+    with sandboxed(sharded[0], rows):
+        sharded(rows).sum().backward()
+    sharded(rows).sum().backward()
+    assert all(isinstance(parameter.grad, DTensor) for parameter in sharded.parameters())
+
+
+def test_a_fit_of_an_inner_module_with_a_step_of_the_root(sharded):
+    fitted = retape.fit(
+        sharded[0], torch.randn(2, 4), budget="1MiB", step=lambda inner, rows: sharded(rows).sum(), group=False
+    )
+    fitted.remove()

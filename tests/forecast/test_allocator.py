@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import retape
-from retape.forecast.simulation.allocator import Allocator, Run, reserved_bytes
+from retape.forecast.simulation.allocator import Allocator, Run, RunMemory, memory_of_run
 
 MIB = 2**20
 
@@ -59,14 +59,17 @@ def test_blocks_of_two_segments_are_never_one():
 
 def test_states_in_the_holes_of_the_first_step_make_the_next_reserve_more():
     step = [(1, 64 * MIB), (1, 0)]
-    assert reserved_bytes(step, Run(kept=(), states=())) == 64 * MIB
-    assert reserved_bytes(step, Run(kept=(32 * MIB,), states=(16 * MIB,))) == (32 + 64 + 64) * MIB
+    found = memory_of_run(step, Run(kept=(), states=()))
+    assert found == RunMemory(peak_bytes=64 * MIB, reserved_bytes=64 * MIB)
+    found = memory_of_run(step, Run(kept=(32 * MIB,), states=(16 * MIB,)))
+    assert found == RunMemory(peak_bytes=(32 + 16 + 64) * MIB, reserved_bytes=(32 + 64 + 64) * MIB)
 
 
 def test_gradients_stay_until_the_next_step_or_are_reduced_at_once():
     step = [(1, 32 * MIB), (2, 32 * MIB)]
-    assert reserved_bytes(step, Run(kept=(), states=())) == 64 * MIB
-    assert reserved_bytes(step, Run(kept=(), states=(), keeps_gradients=False, other_streams_bytes=8 * MIB)) == 40 * MIB
+    assert memory_of_run(step, Run(kept=(), states=())).reserved_bytes == 64 * MIB
+    reduced = memory_of_run(step, Run(kept=(), states=(), keeps_gradients=False, other_streams_bytes=8 * MIB))
+    assert reduced == RunMemory(peak_bytes=40 * MIB, reserved_bytes=40 * MIB)
 
 
 def test_a_forecast_says_what_is_reserved_where_it_knows():
@@ -82,5 +85,13 @@ def test_a_forecast_says_what_is_reserved_where_it_knows():
     alone = forecast()
     assert alone.plain_reserved_bytes >= alone.plain_peak_bytes
     assert "reserved by PyTorch" in alone.explain()
-    assert 0 < forecast(mesh={"gpus": 4, "fsdp": 4}).plain_reserved_bytes < alone.plain_reserved_bytes
-    assert forecast(mesh={"gpus": 4, "pipeline": 4, "accumulate": 4}).plain_reserved_bytes == 0
+    for mesh in ({"fsdp": 4}, {"tensor": 4}, {"tensor": 4, "zero": 1}):
+        found = forecast(mesh=mesh)
+        assert 0 < found.plain_peak_bytes <= found.plain_reserved_bytes < alone.plain_reserved_bytes
+    for mesh in ({"pipeline": 4, "accumulate": 4}, {"fsdp": 4, "zero": 1}):
+        found = forecast(mesh=mesh)
+        assert (found.plain_peak_bytes, found.plain_reserved_bytes) == (0, 0)
+    for mesh in ({"zero": 0}, {"zero": 1}, {"accumulate": 4}):
+        found = forecast(mesh=mesh)
+        assert found.plain_reserved_bytes == alone.plain_reserved_bytes
+        assert found.plain_peak_bytes == alone.plain_peak_bytes

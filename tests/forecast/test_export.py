@@ -21,6 +21,7 @@ import retape
 from retape.errors import InvalidInput
 from retape.forecast.export import export_settings
 from retape.forecast.layout import Layout
+from retape.forecast.simulation.float8 import Scaling
 
 MEGATRON = {
     "--micro-batch-size",
@@ -41,6 +42,8 @@ MEGATRON = {
     "--cpu-offloading-num-layers",
     "--fine-grained-activation-offloading",
     "--offload-modules",
+    "--fp8-format",
+    "--fp8-recipe",
 }
 TORCHTITAN = {
     "--training.num_tokens_per_microbatch_per_dp_rank",
@@ -80,8 +83,8 @@ PLANS = {
 }
 
 
-def exported(kind, layout, plan):
-    return export_settings(kind, LAYOUTS[layout], PLANS[plan], rows=2, length=4096)
+def exported(kind, layout, plan, float8=None):
+    return export_settings(kind, LAYOUTS[layout], PLANS[plan], rows=2, length=4096, float8=float8)
 
 
 def flags_of(text):
@@ -168,6 +171,19 @@ def test_blocks_that_hold_little_are_recomputed():
     )
     assert tight.export("torchtitan").endswith("activation-checkpoint:full")
     assert whole.export("torchtitan").endswith("activation-checkpoint:none")
+
+
+def test_float8_is_said_or_refused():
+    flags = flags_of(exported("megatron", "one", "keep", Scaling.TENSORWISE))
+    assert flags["--fp8-recipe"] == ["tensorwise"]
+    assert set(flags) <= MEGATRON
+    for scaling in Scaling:
+        text = exported("torchtitan", "one", "keep", scaling)
+        assert text.startswith("# float8: in the model's configuration, converters=[Float8LinearConverter.Config(")
+        assert set(flags_of(text)) <= TORCHTITAN
+    for kind, scaling in (("megatron", Scaling.ROWWISE), *(("huggingface", each) for each in Scaling)):
+        with pytest.raises(InvalidInput, match=f"The settings of {kind} have no float8 with {scaling.value} scales"):
+            exported(kind, "one", "keep", scaling)
 
 
 def test_an_unknown_program_is_refused():

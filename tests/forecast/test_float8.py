@@ -158,6 +158,12 @@ def test_what_cannot_be(wide, wide_rows):
         )
 
 
+def test_a_number_of_tokens_that_float8_cannot_multiply(wide):
+    message = r"gets 24 rows \(tokens of a micro-batch on one GPU\), .* a multiple of 16. Use 32 rows"
+    with pytest.raises(InvalidInput, match=message):
+        retape.forecast(wide, torch.empty(24, 4096, dtype=torch.bfloat16, device="meta"), float8="rowwise")
+
+
 def test_a_search_in_float8_and_the_command(wide, wide_rows, capsys):
     fixed = {"tensor": 1, "pipeline": 1}
     found = {
@@ -177,3 +183,32 @@ def test_a_weight_given_by_name_is_multiplied_in_float8_too():
         nn.functional.linear(input=rows.bfloat16(), weight=linear.weight.bfloat16())  # another tensor: not converted
         nn.functional.linear(input=rows.bfloat16(), weight=linear.weight, bias=None)
     assert products.names == ["mm", "_scaled_mm"]
+
+
+def test_scaled_products_are_counted_or_refused():
+    ops, one = torch.ops.aten, torch.ones((), device="meta")
+    rows, weight = (torch.empty(64, 64, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
+    with simulated(cost_model(measured_device())) as device:
+        ops._scaled_mm(rows, weight.t(), one, one, out_dtype=torch.bfloat16)
+        assert device.flops == 2 * 64**3
+        tensorwise, plain = [0], [0]  # numbers of PyTorch's ScalingType and SwizzleType
+        ops._scaled_mm_v2(
+            rows,
+            weight.t(),
+            [one],
+            tensorwise,
+            plain,
+            [one],
+            tensorwise,
+            plain,
+            None,
+            torch.bfloat16,
+            use_fast_accum=True,
+        )
+        assert device.flops == 4 * 64**3
+        experts, ends = weight.expand(8, 64, 64), torch.empty(8, dtype=torch.int32, device="meta")
+        scales = [torch.empty(size, device="meta") for size in ((64,), (8, 64))]
+        with pytest.raises(InvalidInput, match="multiplies with _scaled_grouped_mm, whose time is not known"):
+            ops._scaled_grouped_mm(rows, experts.transpose(1, 2), *scales, ends, out_dtype=torch.bfloat16)
+        with pytest.raises(InvalidInput, match="multiplies with _int_mm, whose"):
+            torch._int_mm(rows.to(torch.int8), weight.to(torch.int8))

@@ -298,7 +298,7 @@ def test_the_command_forecasts_a_users_file(tmp_path, capsys):
         (["gpt2", "--gpu", "h300"], "There is no device 'h300'"),
         (["gpt2", "--gpus", "6", "--tp", "4"], "6 GPUs cannot be divided"),
         (["gpt2", "--gpus", "5", "--tp", "5"], "12 attention heads cannot be divided by tensor 5"),
-        (["gpt2", "--optimizer", "adam"], "There is no optimizer 'adam'"),
+        (["gpt2", "--optimizer", "adagrad"], "There is no optimizer 'adagrad'"),
         (["gpt2", "--seq", "0"], "whole numbers >= 1"),
         (["gpt2", "--budget", "0.5"], "needs a budget that counts everything"),
         (["gpt2", "--report", "x.pdf"], "ends in .html"),
@@ -385,8 +385,32 @@ def test_only_trained_weights_have_states_and_gradients(rows):
     assert sharded.buffer_bytes == 2 * block + trained[0].nbytes
 
 
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 4}, {"accumulate": 4}])
+def test_weights_of_two_dtypes_count_in_their_own(rows, mesh):
+    with torch.device("meta"):
+        model = MlpModel().to(torch.bfloat16)
+    model.head.float()
+
+    def step(model, rows):
+        for block in model.blocks:
+            rows = block(rows)
+        return model.head(rows.float()).mean()
+
+    parts = 4 if mesh == {"fsdp": 4} else 1
+    weights = sum(parameter.nbytes for parameter in model.parameters()) // parts
+    problem = retape.forecast(model, rows, step=step, mesh=mesh, optimizer="adamw").stages[0].problem
+    assert problem.weight_bytes == problem.gradient_bytes == weights
+    assert problem.optimizer_bytes == 2 * weights
+    elements = sum(parameter.numel() for parameter in model.parameters()) // parts
+    problem = retape.forecast(model, rows, step=step, mesh=mesh, optimizer="adamw-fp32").stages[0].problem
+    assert (problem.gradient_bytes, problem.optimizer_bytes) == (4 * elements, 12 * elements)
+
+
 def test_optimizers_of_torch_are_known():
     weights = [nn.Parameter(torch.zeros(1))]
+    assert optimizer_kind(torch.optim.Adam) == optimizer_kind("adam") == optimizer_kind("adamw")
+    assert optimizer_kind(torch.optim.AdamW(weights, amsgrad=True)) == optimizer_kind("adamw-amsgrad")
+    assert optimizer_kind(torch.optim.Adam(weights, amsgrad=True)).states == 3
     assert optimizer_kind(torch.optim.AdamW) == optimizer_kind(torch.optim.AdamW(weights)) == optimizer_kind("adamw")
     assert optimizer_kind(torch.optim.SGD(weights, momentum=0.9)) == optimizer_kind("sgd-momentum")
     assert optimizer_kind(torch.optim.SGD(weights)) == optimizer_kind("sgd")
@@ -395,7 +419,7 @@ def test_optimizers_of_torch_are_known():
 
 
 def test_models_that_take_no_tokens_say_what_to_give():
-    from transformers import T5Config, ViTConfig, ViTForImageClassification
+    from transformers import ViTConfig, ViTForImageClassification
 
     vit = ViTConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4)
     with pytest.raises(InvalidInput, match="no language model of a ViTConfig"):
@@ -405,9 +429,20 @@ def test_models_that_take_no_tokens_say_what_to_give():
     with pytest.raises(InvalidInput, match="ViTForImageClassification takes pixel_values"):
         retape.forecast(model, (2, 224))
     assert retape.forecast(model, {"pixel_values": (2, 3, 224, 224), "labels": (2,)}).rows == 2
+
+
+def test_configurations_of_encoder_decoder_models():
+    from transformers import BartConfig, T5Config
+
     sizes = {"num_layers": 2, "d_model": 64, "d_ff": 64, "num_heads": 4, "d_kv": 16, "vocab_size": 128}
-    both = retape.forecast(T5Config(**sizes, decoder_start_token_id=0), {"input_ids": (2, 64), "labels": (2, 32)})
-    assert len(both.treatments) == 4
+    t5 = T5Config(**sizes)  # which says nothing of the token that a decoder starts with
+    sizes = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 128, "encoder_layerdrop": 0.9}
+    bart = BartConfig(**sizes, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4)
+    for config in (t5, bart):
+        found = retape.forecast(config, {"input_ids": (2, 64), "labels": (2, 32)})
+        assert len(found.treatments) == 4
+        assert retape.forecast(config, (2, 64)).peak_bytes > found.peak_bytes
+    assert getattr(t5, "decoder_start_token_id", None) is None
 
 
 @pytest.mark.parametrize("batch", [((32, 64), (32, 64)), (2, 256, 3), (2, 256.0), None, "2x256", []])

@@ -91,6 +91,29 @@ def test_small_whole_numbers_have_values(costs):
         assert int(positions.sum()) == 28
 
 
+def test_masks_of_numbers_have_values(costs):
+    """As models make them that were given none."""
+    with simulated(costs):
+        mask = torch.ones(2, 8, device="meta")
+        assert not (1.0 - mask[:, None]).masked_fill(mask[:, None].bool(), -1.0).gt(0).any()
+
+
+def test_what_is_written_over_known_values_is_not_known(costs):
+    rows = torch.empty(8, device="meta")
+    for write in (
+        lambda part: part.copy_(rows),
+        lambda part: part.normal_(),
+        lambda part: torch._foreach_add_([part], [rows]),
+    ):
+        with simulated(costs):
+            mask = torch.zeros(2, 8, device="meta")
+            other = mask.view(16)
+            write(mask[0])
+            for each in (mask, other):
+                with pytest.raises(InvalidInput, match="reads the value of a tensor"):
+                    each.sum().item()
+
+
 def test_a_model_that_reads_values_is_refused(costs):
     class Decides(nn.Linear):
         def forward(self, rows):

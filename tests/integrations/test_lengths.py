@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -22,8 +25,10 @@ from transformers import BartConfig, BartForConditionalGeneration, Wav2Vec2Confi
 
 import retape
 from retape.errors import InvalidInput
+from retape.integrations import first_step
 from retape.integrations.first_step import FittedSteps
 from retape.integrations.huggingface import FitCallback
+from retape.torch.planning.attach import is_attached
 from support.models import small_llama
 
 # Warnings of Transformers and accelerate about their own settings.
@@ -95,17 +100,21 @@ def test_what_counts_as_larger():
     assert is_live(tokens(4, 25))
     assert not is_live(tokens(3, 24))
     assert is_live(tokens(4, 24, masked=True))
+    counts = steps.fitted.regions_run, steps.metrics()["retape/reruns"]
     steps.remove()
+    assert counts == (steps.fitted.regions_run, steps.metrics()["retape/reruns"])
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_an_error_while_the_live_budget_learns_leaves_the_model_as_it_was(failing):
+def test_an_error_while_the_live_budget_learns_leaves_the_model_as_it_was(failing, monkeypatch):
     model, batch, learned = small_llama(use_cache=False), tokens(4, 24), 0
-    before, steps = state_of(model), FittedSteps(0.9, progress=False)
+    before, steps, live = state_of(model), FittedSteps(0.9, progress=False), []
+    made = first_step.Adaptive
+    monkeypatch.setattr(first_step, "Adaptive", lambda *given: live.append(made(*given)) or live[0])
 
     def compute(model, batch):
         nonlocal learned
-        learned += steps.live is not None and steps.fitted is None
+        learned += bool(live)
         if learned == failing:
             raise ValueError("an error of the user's")
         return model(**batch).loss
@@ -114,6 +123,7 @@ def test_an_error_while_the_live_budget_learns_leaves_the_model_as_it_was(failin
         steps.loss(model, batch, compute)
     steps.remove()
     assert state_of(model) == before
+    assert steps.live is None
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -144,6 +154,47 @@ def test_gradients_of_steps_that_teach_are_thrown_away_also_outside_of_the_model
     assert steps.live is not None
     steps.remove()
     assert torch.equal(*gradients)
+
+
+def test_another_model_is_fitted_as_such(caplog):
+    """Also one whose weights are trained as those of the fitted model are."""
+    steps, batch = FittedSteps(0.9, progress=False), tokens(4, 24)
+    fits = []
+    for model in (small_llama(use_cache=False), small_llama(use_cache=False)):
+        steps.loss(model, batch, lambda model, batch: model(**batch).loss).backward()
+        fits.append(steps.fitted)
+    assert is_attached(model)
+    assert fits[0] is not fits[1]
+    assert "is another model than the LlamaForCausalLM that was fitted" in caplog.text
+    assert "frozen" not in caplog.text
+    steps.remove()
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(4)))
+    for block in model:
+        fully_shard(block)
+    yield fully_shard(model)
+    dist.destroy_process_group()
+
+
+def test_weights_that_are_frozen_between_micro_steps_are_fitted_after_them(sharded, caplog):
+    """A fit would reduce the gradients of the micro-steps so far."""
+    steps, fits = FittedSteps("1MiB", progress=False), []
+    for number in range(4):
+        sharded.set_requires_gradient_sync(number % 2 == 1)
+        sharded[0].requires_grad_(number == 0)
+        loss = steps.loss(sharded, torch.randn(4, 8), lambda model, rows: model(rows).square().mean())
+        loss.backward()
+        fits.append(steps.fitted)
+        assert ("fitted again." in caplog.text) is (number >= 2)
+    steps.remove()
+    assert fits[0] is fits[1]
+    assert fits[1] is not fits[2]
+    assert fits[2] is fits[3]
+    assert caplog.text.count("were frozen or unfrozen between two micro-steps") == 1
 
 
 def test_weights_that_are_unfrozen_are_fitted_again(caplog):

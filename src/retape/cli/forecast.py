@@ -49,7 +49,10 @@ def add_parser(commands: _Commands) -> None:
     parser.add_argument("--seq", type=int, default=4096, metavar="TOKENS")
     parser.add_argument("--micro-batch", type=int, default=1, metavar="ROWS")
     parser.add_argument(
-        "--optimizer", default="none", metavar="NAME", help="adamw, adamw-fp32, adamw-8bit, sgd, lion, none"
+        "--optimizer",
+        default="none",
+        metavar="NAME",
+        help="adamw, adamw-amsgrad, adamw-fp32, adamw-8bit, sgd, sgd-momentum, lion, none",
     )
     parser.add_argument(
         "--budget", metavar="B", help="bytes of each GPU such as 130GiB; by default what the device has"

@@ -14,8 +14,19 @@ from typing import Any
 
 from retape.core.errors import InvalidInput
 from retape.forecast.layout import Layout
+from retape.forecast.simulation.float8 import Scaling
 
 KINDS = ("megatron", "torchtitan", "huggingface", "deepspeed")
+_FLOAT8 = {  # a flag, or a comment where it is not a matter of flags
+    ("megatron", Scaling.TENSORWISE): "--fp8-format hybrid --fp8-recipe tensorwise",
+    (
+        "torchtitan",
+        Scaling.TENSORWISE,
+    ): "# float8: in the model's configuration, converters=[Float8LinearConverter.Config("
+    "enable_fsdp_float8_all_gather=True)]",
+    ("torchtitan", Scaling.ROWWISE): "# float8: in the model's configuration, converters=[Float8LinearConverter.Config("
+    'recipe_name="rowwise")]',
+}
 _MEGATRON_SHARDS = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -25,11 +36,19 @@ def check_export(kind: str) -> None:
         raise InvalidInput(f"There is no export {kind!r}. Known: {', '.join(KINDS)}.")
 
 
-def export_settings(kind: str, layout: Layout, treatments: Mapping[str, int], *, rows: int, length: int) -> str:
-    """Return the settings of one program; raise InvalidInput for an unknown one."""
+def export_settings(
+    kind: str, layout: Layout, treatments: Mapping[str, int], *, rows: int, length: int, float8: Scaling | None = None
+) -> str:
+    """Return the settings of one program; raise InvalidInput for an unknown one, or one that has no such float8."""
     check_export(kind)
+    if float8 is not None and (kind, float8) not in _FLOAT8:
+        raise InvalidInput(
+            f"The settings of {kind} have no float8 with {float8.value} scales, so they would be those of another step. Export a forecast "
+            "without float8, or 'torchtitan' (both) or 'megatron' (tensorwise)."
+        )
+    first = "" if float8 is None else _FLOAT8[kind, float8] + "\n"
     found = {"megatron": _megatron, "torchtitan": _torchtitan, "huggingface": _huggingface, "deepspeed": _deepspeed}
-    return found[kind](layout, _Blocks(treatments), rows, length)
+    return first + found[kind](layout, _Blocks(treatments), rows, length)
 
 
 class _Blocks:

@@ -20,7 +20,7 @@ from retape.forecast.device import Device
 from retape.forecast.known_devices import cost_model, device_named
 from retape.forecast.known_models import batch_from, model_from
 from retape.forecast.layout import Layout, OptimizerKind, layout_from, optimizer_kind
-from retape.forecast.parallel import StageProblem, plain_reserved_bytes, stage_problems
+from retape.forecast.parallel import StageProblem, plain_memory, stage_problems
 from retape.forecast.result import Forecast
 from retape.forecast.simulation.float8 import Scaling
 from retape.forecast.simulation.tracing import Step, TracedStep, trace_step
@@ -140,13 +140,13 @@ class _Request:
         problems = self.problems(traced)
         if self.layout != Layout(zero=self.layout.zero):
             return _planned(problems, self.budget_bytes)
-        kept = traced.peak_bytes + _fixed_bytes(problems[0], traced)
+        kept = _kept_bytes(problems[0], traced)
         plan = plan_stage(problems[0], self.budget_bytes, kept_bytes=kept)
         return [replace(plan, peak_bytes=kept, seconds=traced.seconds) if plan.keeps_everything else plan]
 
     def result(self, traced: TracedStep, plans: list[StagePlan]) -> Forecast:
         layout = self.layout
-        weights = [*self.model.parameters()]
+        plain = plain_memory(traced, layout, self.optimizer, [*self.model.parameters()])
         return Forecast(
             model=type(self.model).__name__,
             device=self.device,
@@ -158,8 +158,8 @@ class _Request:
             seconds=step_seconds(layout, plans),
             flops=traced.flops * layout.context,
             tokens=traced.tokens * layout.context,
-            plain_peak_bytes=traced.peak_bytes + _fixed_bytes(plans[0].problem, traced),
-            plain_reserved_bytes=plain_reserved_bytes(traced, layout, self.optimizer, weights),
+            plain_peak_bytes=plain.peak_bytes if layout.gpus > 1 else _kept_bytes(plans[0].problem, traced),
+            plain_reserved_bytes=plain.reserved_bytes,
             plain_seconds=traced.seconds + plans[0].problem.once_seconds,
             rows=_rows_of(self.batch),
             length=self._length,
@@ -168,13 +168,15 @@ class _Request:
         )
 
 
-def _fixed_bytes(problem: StageProblem, traced: TracedStep) -> int:
-    return problem.weight_bytes + problem.optimizer_bytes + problem.buffer_bytes + traced.resident_bytes
+def _kept_bytes(problem: StageProblem, traced: TracedStep) -> int:
+    """Return the peak of one GPU that keeps everything."""
+    fixed = problem.weight_bytes + problem.optimizer_bytes + problem.buffer_bytes + traced.resident_bytes
+    return fixed + traced.peak_bytes
 
 
 def optimizer_step_seconds(device: Device, optimizer: OptimizerKind) -> Callable[[int], float]:
     """Return the seconds of an optimizer step as a function of the bytes that it reads and writes."""
-    costs, name = cost_model(device), "adamw fused" if optimizer.states == 2 else "sgd"
+    costs, name = cost_model(device), "adamw fused" if optimizer.states >= 2 else "sgd"
     return lambda size: costs.optimizer_seconds(name, "bfloat16", size)
 
 

@@ -1,8 +1,8 @@
 """Devices by name. The H200's rates were measured; those of the others are its rates scaled by data sheets, and never measured.
 
 Published figures: NVIDIA's data sheets of the A100, H100, H200, L40S, GeForce RTX 4090 and HGX B200: dense bf16 and float8 (with sums in
-fp32), memory bandwidth, and NVLink (or PCIe) in one direction. The network of a node is
-taken as one 400 Gbit/s port per GPU (200 Gbit/s for the A100).
+fp32), memory bandwidth, and NVLink (or PCIe) in one direction. The network of a node is taken as one 400 Gbit/s port per GPU (200 Gbit/s
+for the A100).
 The share of the published rate that the best bf16 product reaches is of one table for all of them where it has the card: "Maximum
 Achievable Matmul FLOPS" in compute/accelerator/README.md of github.com/stas00/ml-engineering, commit 744d01e.
 """

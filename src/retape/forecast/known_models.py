@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,8 +75,8 @@ def model_from(given: Any, *, length: int = 4096, dtype: torch.dtype = torch.bfl
         raise InvalidInput(
             f"forecast() got a {type(given).__name__} as its model; give an nn.Module, a Transformers configuration or a name."
         )
-    config.use_cache = False
-    kind = "AutoModelForSeq2SeqLM" if getattr(config, "is_encoder_decoder", False) else "AutoModelForCausalLM"
+    config = _trainable(config)
+    kind = "AutoModelForSeq2SeqLM" if _encodes(config) else "AutoModelForCausalLM"
     try:
         with torch.device("meta"):
             model: nn.Module = getattr(_transformers(), kind).from_config(config)
@@ -85,6 +86,20 @@ def model_from(given: Any, *, length: int = 4096, dtype: torch.dtype = torch.bfl
             "that: with torch.device('meta'): model = ..."
         ) from error
     return model.to(dtype).train()
+
+
+def _encodes(config: Any) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _trainable(config: Any) -> Any:
+    """Return a copy of a configuration for a training step: without a cache, and with the tokens that an encoder-decoder model fills in."""
+    made = copy.deepcopy(config)
+    made.use_cache = False
+    for name in ("pad_token_id", "decoder_start_token_id") if _encodes(made) else ():
+        if getattr(made, name, None) is None:
+            setattr(made, name, 0)
+    return made
 
 
 def batch_from(spec: Any, model: nn.Module) -> Any:

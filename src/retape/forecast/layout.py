@@ -27,10 +27,17 @@ class OptimizerKind:
     master_bytes: int = 0
     gradient_bytes: int | None = None
 
-    def bytes_per_weight(self, weight_bytes: int) -> int:
-        """Return the bytes of states and master weights of one weight."""
-        each = weight_bytes if self.state_bytes is None else self.state_bytes
-        return self.states * each + self.master_bytes
+    def each_state_bytes(self, count: int, size: int) -> int:
+        """Return the bytes of one state of `count` trained weights, which have `size` bytes."""
+        return size if self.state_bytes is None else count * self.state_bytes
+
+    def states_bytes(self, count: int, size: int) -> int:
+        """Return the bytes of all states and of the copy of `count` trained weights, which have `size` bytes."""
+        return self.states * self.each_state_bytes(count, size) + count * self.master_bytes
+
+    def gradients_bytes(self, count: int, size: int) -> int:
+        """Return the bytes of the gradients of `count` trained weights, which have `size` bytes."""
+        return size if self.gradient_bytes is None else count * self.gradient_bytes
 
 
 _OPTIMIZERS = {
@@ -41,10 +48,14 @@ _OPTIMIZERS = {
         OptimizerKind(name="sgd-momentum", states=1),
         OptimizerKind(name="lion", states=1),
         OptimizerKind(name="adamw", states=2),
+        OptimizerKind(name="adamw-amsgrad", states=3),
         OptimizerKind(name="adamw-8bit", states=2, state_bytes=1),
         OptimizerKind(name="adamw-fp32", states=2, state_bytes=4, master_bytes=4, gradient_bytes=4),
     )
 }
+
+
+_SAME_STATES = {"adam": "adamw", "adam-amsgrad": "adamw-amsgrad"}
 
 
 def optimizer_kind(given: Any) -> OptimizerKind:
@@ -53,12 +64,16 @@ def optimizer_kind(given: Any) -> OptimizerKind:
         return given
     if isinstance(given, Optimizer):
         momentum = "-momentum" if isinstance(given, SGD) and given.defaults["momentum"] else ""
-        given = type(given).__name__ + momentum
+        amsgrad = "-amsgrad" if given.defaults.get("amsgrad") else ""
+        given = type(given).__name__ + momentum + amsgrad
     elif isinstance(given, type) and issubclass(given, Optimizer):
         given = given.__name__
     name = "none" if given is None else str(given).lower()
+    name = _SAME_STATES.get(name, name)
     if name not in _OPTIMIZERS:
-        raise InvalidInput(f"There is no optimizer {given!r}. Known: {', '.join(sorted(_OPTIMIZERS))}.")
+        raise InvalidInput(
+            f"There is no optimizer {given!r}. Known: {', '.join(sorted({*_OPTIMIZERS, *_SAME_STATES}))}."
+        )
     return _OPTIMIZERS[name]
 
 

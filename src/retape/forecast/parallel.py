@@ -18,7 +18,7 @@ from retape.core.errors import InvalidInput
 from retape.core.problem import Chain, Option, Stage
 from retape.forecast.device import Device
 from retape.forecast.layout import Layout, OptimizerKind
-from retape.forecast.simulation.allocator import Run, reserved_bytes
+from retape.forecast.simulation.allocator import Run, RunMemory, memory_of_run
 from retape.forecast.simulation.tracing import TracedStep, Weights
 
 
@@ -90,10 +90,6 @@ class _Maker:
         self._stages = traced.chain.chain.stages
         self._is_region = [stage.choice is not None for stage in traced.chain.stages]
         self._region_numbers = [number for number, is_region in enumerate(self._is_region) if is_region]
-        parts = [*traced.regions.values(), traced.rest]
-        trained = sum(part.trained for part in parts)
-        self._per_weight = sum(part.trained_bytes for part in parts) // trained if trained else 2
-        self._gradient_each = self._per_weight if optimizer.gradient_bytes is None else optimizer.gradient_bytes
 
     # --- division ----------------------------------------------------------------------------------------------------
 
@@ -121,16 +117,11 @@ class _Maker:
     def _divided(self, weights: Weights) -> Weights:
         """Return one GPU's part under tensor and expert parallelism; experts are divided by both."""
         tensor, expert = self._layout.tensor, self._layout.expert
-        dense, dense_trained = weights.bytes - weights.expert_bytes, weights.trained - weights.expert_trained
-        experts = weights.expert_bytes // expert // tensor
-        experts_trained = weights.expert_trained // expert // tensor
-        return Weights(
-            bytes=dense // tensor + experts,
-            trained=dense_trained // tensor + experts_trained,
-            expert_bytes=experts,
-            expert_trained=experts_trained,
-            gathered_bytes=weights.gathered_bytes * (dense // tensor + experts) // max(1, weights.bytes),
-        )
+        experts = {name: getattr(weights, name) // expert // tensor for name in _OF_EXPERTS}
+        dense = {name: getattr(weights, name) - getattr(weights, f"expert_{name}") for name in _OF_ALL}
+        whole = {name: size // tensor + experts[f"expert_{name}"] for name, size in dense.items()}
+        gathered = weights.gathered_bytes * whole["bytes"] // max(1, weights.bytes)
+        return Weights(**whole, **experts, gathered_bytes=gathered)
 
     def _sharded(self, total: int, experts: int, *, from_stage: int) -> int:
         """Return one GPU's shard from this ZeRO stage on; experts are shared only by the GPUs that have the same ones."""
@@ -138,6 +129,15 @@ class _Maker:
         if layout.zero < from_stage:
             return total
         return (total - experts) // layout.fsdp + experts // max(1, layout.fsdp // layout.expert)
+
+    def _shard(self, bytes_of: Callable[[int, int], int], weights: Weights, *, from_stage: int) -> int:
+        """Return the bytes of one GPU's shard of what trained weights, by number and bytes, need."""
+        total = bytes_of(weights.trained, weights.trained_bytes)
+        experts = bytes_of(weights.expert_trained, weights.expert_trained_bytes)
+        return self._sharded(total, experts, from_stage=from_stage)
+
+    def _gradient_bytes(self, weights: Weights) -> int:
+        return self._optimizer.gradients_bytes(weights.trained, weights.trained_bytes)
 
     # --- one stage ---------------------------------------------------------------------------------------------------
 
@@ -148,19 +148,16 @@ class _Maker:
         if not self._region_numbers:  # a model that was not divided into regions
             names = tuple(self._traced.regions)
         weights = self._weights(names, number)
-        per_weight, gradient_each = self._per_weight, self._gradient_each
         weight_bytes = self._sharded(weights.bytes, weights.expert_bytes, from_stage=3)
-        trained, experts = weights.trained, weights.expert_trained
-        gradient_bytes = gradient_each * self._sharded(trained, experts, from_stage=2)
-        updated = self._sharded(trained, experts, from_stage=1)  # weights that this GPU's optimizer steps
-        optimizer_bytes = updated * optimizer.bytes_per_weight(per_weight)
+        gradient_bytes = self._shard(optimizer.gradients_bytes, weights, from_stage=2)
+        optimizer_bytes = self._shard(optimizer.states_bytes, weights, from_stage=1)
         buffers = self._buffer_bytes(names)
         keeps_gradients = layout.accumulate > 1 or layout.pipeline > 1
-        chain = self._chain(own, gradient_share=gradient_each / per_weight, keeps_gradients=keeps_gradients)
+        gradient_share = self._gradient_bytes(weights) / max(1, weights.trained_bytes)
+        chain = self._chain(own, gradient_share=gradient_share, keeps_gradients=keeps_gradients)
         kept_gradients = gradient_bytes if keeps_gradients else 0
         fixed = weight_bytes + optimizer_bytes + buffers + kept_gradients
         chain = replace(chain, fixed_bytes=chain.fixed_bytes + fixed + self._traced.resident_bytes)
-        moved = updated * (2 * per_weight + gradient_each) + 2 * optimizer_bytes
         return StageProblem(
             chain=chain,
             regions=names,
@@ -170,7 +167,7 @@ class _Maker:
             optimizer_bytes=optimizer_bytes,
             buffer_bytes=buffers,
             exposed_seconds=self._exposed_seconds(len(names), weights, chain),
-            once_seconds=self._once_seconds(weights, moved),
+            once_seconds=self._once_seconds(weights, optimizer_bytes),
             attention_extra_seconds=self._attention_extra(len(names)),
             tensor_seconds=sum(sum(self._tensor_seconds(i)) for i in own),
             kept_gradient_bytes=kept_gradients,
@@ -196,7 +193,7 @@ class _Maker:
         if layout.fsdp == 1:
             return 0
         blocks = [rest, *(self._divided(self._traced.regions[name]) for name in names)]
-        reduced = max(block.trained for block in blocks) * self._gradient_each if layout.zero >= 2 else 0
+        reduced = max(map(self._gradient_bytes, blocks)) if layout.zero >= 2 else 0
         gathered = TUNING.gathered_blocks * max(block.gathered_bytes for block in blocks)
         return (gathered if layout.zero >= 3 else 0) + reduced
 
@@ -233,7 +230,7 @@ class _Maker:
         shards = 0.0
         if layout.fsdp > 1 and layout.zero >= 3:  # gathered in forward and backward, reduced in backward
             shards = 2 * self._collective(weights.gathered_bytes, layout.fsdp, layout.tensor)
-            shards += self._collective(weights.trained * self._gradient_each, layout.fsdp, layout.tensor)
+            shards += self._collective(self._gradient_bytes(weights), layout.fsdp, layout.tensor)
         ring = 0.0
         if layout.context > 1:  # keys and values go round, behind attention
             ring = 3 * regions * self._collective(hidden_state / layout.tensor, layout.context, layout.tensor)
@@ -242,10 +239,10 @@ class _Maker:
             sends = 2 * layout.interleave * self._collective(hidden_state / layout.tensor, 2, layout.tensor)
         return experts + sends + max(0.0, shards + ring - compute)
 
-    def _once_seconds(self, weights: Weights, moved: int) -> float:
+    def _once_seconds(self, weights: Weights, optimizer_bytes: int) -> float:
         """Return the seconds after the last micro-batch: gradients that are reduced once, and the optimizer."""
         layout = self._layout
-        seconds, gradients = 0.0, weights.trained * self._gradient_each
+        seconds, gradients = 0.0, self._gradient_bytes(weights)
         replicas = layout.sharing // layout.fsdp
         if layout.fsdp > 1 and layout.zero < 3:
             seconds += 2 * self._collective(gradients, layout.fsdp, layout.tensor)
@@ -253,8 +250,14 @@ class _Maker:
             share = layout.fsdp if layout.zero >= 2 else 1
             seconds += 2 * self._collective(gradients / share, replicas, layout.tensor * layout.fsdp)
         if self._optimizer.name != "none":
-            seconds += self._optimizer_seconds(moved)
+            seconds += self._optimizer_seconds(self._updated_bytes(weights) + 2 * optimizer_bytes)
         return float(seconds)
+
+    def _updated_bytes(self, weights: Weights) -> int:
+        """Return the bytes of weights, read and written, and gradients of this GPU's part of the optimizer's step."""
+        return self._shard(
+            lambda count, size: 2 * size + self._optimizer.gradients_bytes(count, size), weights, from_stage=1
+        )
 
     def _attention_extra(self, regions: int) -> float:
         """Return what attention takes longer than traced: under context parallelism it sees the keys of all parts."""
@@ -262,14 +265,12 @@ class _Maker:
         return (self._layout.context - 1) * self._traced.attention_seconds * share
 
 
-def plain_reserved_bytes(
-    traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]
-) -> int:
-    """Return the bytes that PyTorch reserves for a run that keeps everything; 0 for layouts of which that is not known."""
+def plain_memory(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]) -> RunMemory:
+    """Return the memory of a run of one micro-batch that keeps everything; 0 bytes for layouts of which it is not known."""
     run = _run_of(traced, layout, optimizer, weights)
     if run is None:
-        return 0
-    return reserved_bytes([(number, -(-size // layout.tensor)) for number, size in traced.events], run)
+        return RunMemory()
+    return memory_of_run([(number, -(-size // layout.tensor)) for number, size in traced.events], run)
 
 
 def _run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weights: Sequence[Tensor]) -> Run | None:
@@ -278,24 +279,19 @@ def _run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weight
     FSDP2 gathers blocks in a stream of its own and reduces gradients in another; the weights outside of blocks stay gathered in a step.
     """
     parts, sharded = layout.fsdp * layout.tensor, layout.fsdp > 1
-    if layout.pipeline * layout.expert * layout.accumulate > 1 or layout.sharing != layout.fsdp or layout.zero < 3:
+    is_known = layout.pipeline * layout.expert * layout.accumulate == 1 and layout.sharing == layout.fsdp
+    if layout.gpus > 1 and not (is_known and (layout.zero == 3 or not sharded)):
         return None
     sizes = [(weight.numel() // parts, weight.element_size(), weight.requires_grad) for weight in weights]
     kept = [
         traced.resident_bytes,
         *(count * (each + optimizer.master_bytes * trained) for count, each, trained in sizes),
     ]
-    trained = [(count, each) for count, each, trained in sizes if trained]
-    states = [
-        count * (each if optimizer.state_bytes is None else optimizer.state_bytes)
-        for _ in range(optimizer.states)
-        for count, each in trained
-    ]
+    trained = [(count, count * each) for count, each, trained in sizes if trained]
+    states = [optimizer.each_state_bytes(*each) for _ in range(optimizer.states) for each in trained]
     block = max((weights.gathered_bytes for weights in traced.regions.values()), default=0)
     gathered = (traced.rest.gathered_bytes // layout.tensor, block // layout.tensor) if sharded else ()
-    reduced = sum(
-        count * (each if optimizer.gradient_bytes is None else optimizer.gradient_bytes) for count, each in trained
-    )
+    reduced = sum(optimizer.gradients_bytes(*each) for each in trained)
     return Run(
         kept=(*kept, *gathered),
         states=tuple(states),
@@ -304,6 +300,8 @@ def _run_of(traced: TracedStep, layout: Layout, optimizer: OptimizerKind, weight
     )
 
 
+_OF_ALL = ("bytes", "trained", "trained_bytes")  # of Weights, which has each for experts, too
+_OF_EXPERTS = tuple(f"expert_{name}" for name in _OF_ALL)
 _SIZES = {
     kind: [each.name for each in fields(kind) if each.name.endswith("bytes") and each.name != "gradient_bytes"]
     for kind in (Stage, Option)

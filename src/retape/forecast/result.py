@@ -28,9 +28,9 @@ class Forecast:
     """Peak, seconds and plan of a training step on a device, per pipeline stage.
 
     `peak_bytes` is of the fullest GPU and counts everything that PyTorch allocates there, without the CUDA context.
-    `plain_peak_bytes` and `plain_seconds` are those of the model as it runs by itself on one GPU, if it had the memory;
-    `plain_reserved_bytes` what PyTorch reserves for that, fragments included: on one GPU, with FSDP or tensor parallelism; 0 for other
-    layouts.
+    `plain_peak_bytes` and `plain_seconds` are those of one micro-batch that keeps everything, on a GPU of the layout, if it had the
+    memory; `plain_reserved_bytes` what PyTorch reserves for that, fragments included. Both bytes are known on one GPU, with FSDP
+    (ZeRO-3) or tensor parallelism; 0 for other layouts.
     `again` forecasts the setup with a change.
     """
 
@@ -127,7 +127,7 @@ class Forecast:
     def export(self, kind: str) -> str:
         """Return settings for "megatron" or "torchtitan" (flags), "huggingface" or "deepspeed" (JSON)."""
         counts = sum((stage.coarse_counts() for stage in self.stages), Counter[str]())
-        return export_settings(kind, self.layout, counts, rows=self.rows, length=self.length)
+        return export_settings(kind, self.layout, counts, rows=self.rows, length=self.length, float8=self.float8)
 
     def report(self, path: str | Path) -> None:
         """Write one HTML page: what to change, and per pipeline stage memory over a micro-batch by class, frontier and treatments."""

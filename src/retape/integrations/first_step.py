@@ -1,7 +1,8 @@
 """The hook that all trainers share: a fit inside their first training step, on the loss that they compute themselves.
 
 A trainer's adapter calls `FittedSteps.loss` wherever the trainer computes the loss of a batch. The first call fits, and so does one
-before which weights were frozen or unfrozen; later ones compare the batch with the fitted one, and give larger batches a live budget.
+with another model, or before which weights were frozen or unfrozen. Other ones compare the batch with the fitted one, and give larger
+batches a live budget.
 What belongs to one trainer (where its steps and loggers are) is in that trainer's module.
 """
 
@@ -19,7 +20,14 @@ from torch import Tensor, nn
 from retape.api import Fit, fit
 from retape.core.errors import BatchTooLarge, BudgetTooSmall, InvalidInput
 from retape.core.problem import EXACT, Budget, BudgetLike, OptionSet
-from retape.integrations.trainer_state import OwnCheckpointing, TensorSize, is_within, plain_state_restored, sizes_of
+from retape.integrations.trainer_state import (
+    FittedModel,
+    OwnCheckpointing,
+    TensorSize,
+    is_within,
+    plain_state_restored,
+    sizes_of,
+)
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
 from retape.torch.measure.sandbox import InitialGradients, sandboxed
@@ -63,8 +71,8 @@ class FittedSteps:
         self.live: Adaptive | None = None
         self._is_removed = False
         self._sizes: list[TensorSize] = []
-        self._trained: tuple[bool, ...] = ()
-        self._other_reruns = 0  # of steps that teach the live budget, less those that a removed fit no longer counts
+        self._fitted_model: FittedModel | None = None
+        self._other_reruns = 0  # of steps that teach the live budget
         self.is_live = False
         self._taken_over: OwnCheckpointing | None = None
 
@@ -94,10 +102,9 @@ class FittedSteps:
             raise InvalidInput(
                 "This budget was removed from the model, so nothing holds the step inside it. Make a new one for further training."
             )
-        if self.fitted is not None and _trained_of(model) != self._trained:
-            _LOG.warning("retape: weights of %s were frozen or unfrozen: it is fitted again.", self.fitted.record.model)
+        if self._fitted_model is not None and not self._fitted_model.is_still(unwrapped(model)):
             self._detach()
-            self.fitted = self.live = None
+            self.fitted = self.live = self._fitted_model = None
         if self.fitted is None:
             self.fit(model, batch, compute, optimizer=optimizer, keepers=keepers)
         self._choose(batch)
@@ -117,7 +124,7 @@ class FittedSteps:
             fitted = fit(model, batch, budget=self._budget, step=step, **options)
             if self.lengths is Lengths.ADAPTIVE and not fitted.record.devices:
                 self._teach_live(fitted, model, batch, step, optimizer)
-        self.fitted, self._sizes, self._trained = fitted, sizes_of(batch), _trained_of(model)
+        self.fitted, self._sizes, self._fitted_model = fitted, sizes_of(batch), FittedModel(unwrapped(model))
         return fitted
 
     def _teach_live(self, fitted: Fit, model: nn.Module, batch: Any, step: StepFunction, optimizer: Any) -> None:
@@ -128,7 +135,6 @@ class FittedSteps:
         later = fitted.record.accumulating
         last = InitialGradients.ZERO if later is None or later.fits else InitialGradients.NONE
         live = Adaptive(unwrapped(model), Budget.of(fitted.record.budget_bytes))
-        self.live = live
         try:
             with sandboxed(model, batch, step, optimizer, gradients=InitialGradients.NONE) as sandbox:
                 for number in range(AdaptiveTuning().first_measured_steps):
@@ -139,10 +145,10 @@ class FittedSteps:
                 self._other_reruns = fitted.regions_run + live.stats().reruns
         except BaseException:
             live.remove()
-            self.live = None
             fitted.remove()
             raise
         live.remove()
+        self.live = live
 
     def _choose(self, batch: Any) -> None:
         """Let the plan run batches that are not larger than the fitted one, and the live budget those that are."""
@@ -170,7 +176,6 @@ class FittedSteps:
     def _detach(self) -> None:
         self._stop_live()
         if self.fitted is not None:
-            self._other_reruns -= self.fitted.regions_run
             self.fitted.remove()
 
     def _put_back(self) -> None:
@@ -194,10 +199,6 @@ class FittedSteps:
             "retape/slowdown": self.fitted.promised.slowdown,
             "retape/reruns": float(reruns - self._other_reruns),
         }
-
-
-def _trained_of(model: nn.Module) -> tuple[bool, ...]:
-    return tuple([parameter.requires_grad for parameter in model.parameters()])
 
 
 def loss_in(result: Any) -> Tensor:

@@ -1,11 +1,13 @@
-"""State of a trainer that a fit asks about: what it leaves as it was, and the sizes of batches.
+"""State of a trainer that a fit asks about: what it leaves as it was, the model that it is of, and the sizes of batches.
 
 It leaves the trainer's counters and metrics as they were, and the model's own checkpointing.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from retape.torch.compat import fsdp_internals
 from retape.torch.compat.hook_internals import activation_wrappers, call_wrapped
 from retape.torch.measure.sandbox import SavedContainer, save_container
 
+_LOG = logging.getLogger("retape")
 _SWITCH = "gradient_checkpointing"  # a field of the modules that recompute
 
 
@@ -82,6 +86,43 @@ def plain_state_restored(objects: Iterable[Any]) -> Iterator[Callable[[], None]]
         yield restore
     finally:
         restore()
+
+
+class FittedModel:
+    """The model that was fitted, which it does not keep alive, and which of its weights were trained then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._name, self._trained = weakref.ref(model), type(model).__name__, _trained_of(model)
+        self._waits = False  # for gradients to be reduced
+
+    def is_still(self, model: nn.Module) -> bool:
+        """True if the fit is of what is trained now; say what has changed if it is not."""
+        name = type(model).__name__
+        if self._model() is not model:
+            _LOG.warning(
+                "retape: %s is another model than the %s that was fitted: it is fitted instead. Models that take turns need a budget "
+                "each, or they are fitted in each turn.",
+                name,
+                self._name,
+            )
+            return False
+        if _trained_of(model) == self._trained:
+            return True
+        if not fsdp_internals.has_unsharded_gradients(model):
+            _LOG.warning("retape: weights of %s were frozen or unfrozen: it is fitted again.", name)
+            return False
+        if not self._waits:  # steps that are only measured would reduce the gradients of the micro-steps before
+            self._waits = True
+            _LOG.warning(
+                "retape: weights of %s were frozen or unfrozen between two micro-steps: it is fitted again when their gradients are "
+                "reduced. Until then the budget may be passed.",
+                name,
+            )
+        return True
+
+
+def _trained_of(model: nn.Module) -> tuple[bool, ...]:
+    return tuple([parameter.requires_grad for parameter in model.parameters()])
 
 
 # --- sizes of batches, to tell whether one may take more memory than the batch that was fitted --------------------------------

@@ -31,10 +31,10 @@ class MemoryBlock:
 
 
 class Allocator:
-    """Blocks of one stream; `reserved_bytes` are those of all segments, which are never given back."""
+    """Blocks of one stream; `reserved_bytes` are those of all segments, which are never given back; `peak_bytes` the most in blocks."""
 
     def __init__(self) -> None:
-        self.reserved_bytes = 0
+        self.reserved_bytes = self.live_bytes = self.peak_bytes = 0
         self._free: dict[bool, list[tuple[int, int, MemoryBlock]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> MemoryBlock:
@@ -47,10 +47,13 @@ class Allocator:
         if rest >= BLOCK if small else rest > _SMALL:
             self._divide(block, size)
         block.is_free = False
+        self.live_bytes += block.size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return block
 
     def free(self, block: MemoryBlock) -> None:
         block.is_free = True
+        self.live_bytes -= block.size
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 free = self._free[block.is_small]
@@ -94,8 +97,16 @@ class Run:
     other_streams_bytes: int = 0
 
 
-def reserved_bytes(step: Sequence[Event], run: Run, *, steps: int = 3) -> int:
-    """Return the reserved bytes after some steps. What a step does not free, its gradients, is freed before the next one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMemory:
+    """Bytes of a run: the most that is allocated, and what is reserved for it."""
+
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+
+
+def memory_of_run(step: Sequence[Event], run: Run, *, steps: int = 3) -> RunMemory:
+    """Return the memory of some steps. What a step does not free, its gradients, is freed before the next one."""
     allocator = Allocator()
     gradients = {name for name, size in step if size} - {name for name, size in step if not size}
     for size in run.kept:
@@ -112,4 +123,5 @@ def reserved_bytes(step: Sequence[Event], run: Run, *, steps: int = 3) -> int:
                 allocator.allocate(size)
         for block in alive.values():
             allocator.free(block)
-    return allocator.reserved_bytes + run.other_streams_bytes
+    others = run.other_streams_bytes
+    return RunMemory(peak_bytes=allocator.peak_bytes + others, reserved_bytes=allocator.reserved_bytes + others)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from retape.core.errors import InvalidInput
 from retape.torch.compat import internals
 
-_MULTIPLE = 16  # of both sides of a weight, which float8 products need
+_MULTIPLE = 16  # of both sides of a weight and of the rows, which float8 products need
 _KERNELS = torch.library.Library("retape_forecast", "DEF")
 _KERNELS.define("largest(Tensor rows, int dim) -> Tensor")
 _KERNELS.define("cast_to_float8(Tensor rows, Tensor scale) -> Tensor")
@@ -71,7 +71,13 @@ class Float8Linears:
         return _storage(weight) in self._weights
 
     def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Run `functional.linear` with such a weight."""
+        """Run `functional.linear` with such a weight; raise InvalidInput if its gradient would be no float8 product."""
+        count = input.numel() // max(1, input.shape[-1])
+        if count % _MULTIPLE:
+            raise InvalidInput(
+                f"A linear layer in float8 gets {count} rows (tokens of a micro-batch on one GPU), and the product for its gradient "
+                f"needs a multiple of {_MULTIPLE}. Use {-(-count // _MULTIPLE) * _MULTIPLE} rows, or forecast without float8."
+            )
         out: Tensor = _Float8Linear.apply(input, weight, self.scaling is Scaling.ROWWISE)
         return out if bias is None else out + bias
 

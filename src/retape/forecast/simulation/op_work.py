@@ -6,12 +6,15 @@ Rates and seconds are in `device`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from retape.core.errors import InvalidInput
 
 _MATMULS = {
     "mm": (0, 1),
@@ -20,7 +23,9 @@ _MATMULS = {
     "baddbmm": (1, 2),
     "_grouped_mm": (0, 1),
     "_scaled_mm": (0, 1),
+    "_scaled_mm_v2": (0, 1),
 }
+_PRODUCT = re.compile(r"aten::\w*mm(_|$)")  # products are named so, also those that are not known here
 _ATTENTION = "_scaled_dot_product"
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "var_mean"})
 _READS_SOME_ROWS = frozenset(
@@ -114,9 +119,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OpWork:
         return OpWork(name=name)
     moved = _moved_bytes(name, given, made)
     dtype = dtype_name((made or given)[0].dtype) if made or given else ""
-    if name in _MATMULS:
+    if name in _MATMULS or _PRODUCT.match(func._schema.name):
+        dtype = _factor_dtype(name, args)
         shape = _matmul_shape(name, args)
-        dtype = dtype_name(args[_MATMULS[name][0]].dtype)
         return OpWork(name=name, bytes=moved, dtype=dtype, matmul=shape, flops=shape.flops)
     if name.startswith(_ATTENTION):
         attention = attention_shape(name, args, kwargs)
@@ -158,6 +163,17 @@ def _layout(name: str, given: list[Tensor], made: list[Tensor]) -> str:
         return "strided"
     is_small = [0 in tensor.stride() or tensor.numel() * 2 <= largest for tensor in given if tensor.dim()]
     return "broadcast" if made and made[0].numel() * 2 > largest and any(is_small) else ""
+
+
+def _factor_dtype(name: str, args: Any) -> str:
+    """Return the name of the dtype that a product multiplies in; raise InvalidInput if its operations are not known."""
+    dtype = dtype_name(args[_MATMULS[name][0]].dtype) if name in _MATMULS else ""
+    if not dtype or ("scaled" in name and dtype != "float8"):
+        raise InvalidInput(
+            f"The model multiplies with {name}{' in ' + dtype if dtype else ''}, whose time is not known. Forecast it with products in "
+            "bfloat16, or with float8='tensorwise' or 'rowwise'."
+        )
+    return dtype
 
 
 def _matmul_shape(name: str, args: Any) -> MatmulShape:

@@ -3,7 +3,8 @@
 No data is computed. Every op that PyTorch dispatches is noted: the storages that it makes count until they are freed, and its seconds
 come from a cost model. Two clocks run, as on a GPU: the host issues one op after the other, and the device begins an op when the host
 has issued it and the op before is done. Ops for which PyTorch picks another kernel on a GPU than on the meta device, attention and
-dropout, are replaced by the ones that a GPU runs. Small whole numbers are really computed, because models decide by them (masks).
+dropout, are replaced by the ones that a GPU runs. Small results that follow from shapes and from whole numbers of the batch are really
+computed, because models decide by them (masks).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from retape.forecast.simulation.float8 import Float8Linears
 from retape.forecast.simulation.op_seconds import CostModel
 from retape.forecast.simulation.op_work import tensors_in, work_of
 from retape.torch.compat import internals
+from retape.torch.engine.trace import written_by
 from retape.torch.measure.memory_meter import MemoryReading
 
 aten = torch.ops.aten
 META = torch.device("meta")
 _LARGE_REQUEST, _SEGMENT, _UNSPLIT = 10 * 2**20, 2 * 2**20, 2**20
-_MOST_VALUES = 2**21  # elements of whole numbers that are really computed
+_MOST_VALUES = 2**21  # elements of results that are really computed
 _PADDED = 8  # the width of an attention head is padded to a multiple
 
 
@@ -119,7 +121,7 @@ class SimulatedDevice(TorchDispatchMode):
             return self._value_of(args[0])
         out = func(*args, **kwargs)
         made = tensors_in(out)
-        self._follow_values(func, args, kwargs, out, made)
+        self._follow_values(func, args, kwargs, made)
         work = work_of(func, args, kwargs, out)
         self.memory.add(made, self.costs.scratch_bytes(work) if work.bytes else 0)
         if work.bytes:
@@ -135,7 +137,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.device_seconds = max(self.device_seconds, self.host_seconds) + seconds
         self.busy_seconds += seconds
 
-    # --- values of whole numbers -------------------------------------------------------------------------------------
+    # --- values that follow from shapes and whole numbers ------------------------------------------------------------
 
     def _value_of(self, tensor: Tensor) -> Any:
         values = self._known_values.get(tensor) if tensor.device.type == "meta" else tensor
@@ -150,13 +152,11 @@ class SimulatedDevice(TorchDispatchMode):
         with internals.unobserved():
             return values.item()
 
-    def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
-        if not made or any(t.is_floating_point() or t.numel() > _MOST_VALUES for t in made):
-            return
-        given = tensors_in((args, kwargs))
-        if any(tensor.device.type == "meta" and tensor not in self._known_values for tensor in given):
-            return
-        if torch.Tag.nondeterministic_seeded in func.tags:
+    def _follow_values(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+        """Compute the values of the results of an op whose arguments are known; forget what it writes otherwise."""
+        if not self._can_follow(func, tensors_in((args, kwargs)), made):
+            if func._schema.is_mutable and self._known_values:
+                self._forget(tensors_in(written_by(func, args, kwargs)))
             return
 
         def real(leaf: Any) -> Any:
@@ -169,6 +169,20 @@ class SimulatedDevice(TorchDispatchMode):
         for tensor, value in zip(made, tensors_in(values), strict=True):
             if tensor.device.type == "meta":
                 self._known_values[tensor] = value
+
+    def _can_follow(self, func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+        if not made or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if any(tensor.numel() > _MOST_VALUES for tensor in made):
+            return False
+        return all(tensor.device.type != "meta" or tensor in self._known_values for tensor in given)
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """Forget the values of tensors that have others now, and of all views of them."""
+        changed = {internals.untyped_storage(tensor)._cdata for tensor in written}
+        known = [tensor for tensor in self._known_values if internals.untyped_storage(tensor)._cdata in changed]
+        for tensor in known:
+            del self._known_values[tensor]
 
 
 class GpuKernels(TorchFunctionMode):

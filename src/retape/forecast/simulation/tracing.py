@@ -22,6 +22,7 @@ from retape.forecast.simulation.op_seconds import CostModel
 from retape.forecast.simulation.simulator import META, SimulatedDevice, SimulatedOpTimer, simulated, track_simulated
 from retape.torch.measure.sandbox import InitialGradients
 from retape.torch.measure.step_function import default_step, scalar_loss
+from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.chain_builder import RegionChain, build_chain
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import FitInstruments, Overheads
@@ -42,10 +43,11 @@ class Weights:
 
     bytes: int = 0
     trained: int = 0
+    trained_bytes: int = 0
     expert_bytes: int = 0
     expert_trained: int = 0
+    expert_trained_bytes: int = 0
     gathered_bytes: int = 0
-    trained_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,25 +88,32 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 def weights_of(module: nn.Module, seen: set[int], name: str = "", float8: frozenset[int] = frozenset()) -> Weights:
     """Return the weights of a module that were not `seen` yet; tied ones count once. `float8` are the ids of those gathered so."""
-    total = gathered = trained = trained_bytes = experts = expert_trained = 0
+    dense, experts, gathered = _Count(), _Count(), 0
     for own, parameter in module.named_parameters():
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        elements = parameter.numel() if parameter.requires_grad else 0
-        total, trained = total + parameter.nbytes, trained + elements
-        trained_bytes += elements * parameter.element_size()
-        gathered += parameter.numel() if id(parameter) in float8 else parameter.nbytes
-        if ".experts." in f".{name}.{own}.":
-            experts, expert_trained = experts + parameter.nbytes, expert_trained + elements
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            (experts if ".experts." in f".{name}.{own}." else dense).add(parameter)
+            gathered += parameter.numel() if id(parameter) in float8 else parameter.nbytes
     return Weights(
-        bytes=total,
-        trained=trained,
-        expert_bytes=experts,
-        expert_trained=expert_trained,
+        bytes=dense.bytes + experts.bytes,
+        trained=dense.trained + experts.trained,
+        trained_bytes=dense.trained_bytes + experts.trained_bytes,
+        expert_bytes=experts.bytes,
+        expert_trained=experts.trained,
+        expert_trained_bytes=experts.trained_bytes,
         gathered_bytes=gathered,
-        trained_bytes=trained_bytes,
     )
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.bytes = self.trained = self.trained_bytes = 0
+
+    def add(self, parameter: Tensor) -> None:
+        self.bytes += parameter.nbytes
+        if parameter.requires_grad:
+            self.trained += parameter.numel()
+            self.trained_bytes += parameter.nbytes
 
 
 def trace_step(
@@ -123,7 +132,7 @@ def trace_step(
     """
     try:
         linears = None if float8 is None else Float8Linears(float8, find_regions(model).values())
-        with simulated(costs, float8=linears) as device:
+        with LIBRARIES.with_every_layer(model), simulated(costs, float8=linears) as device:
             known = pytree.tree_map_only(Tensor, lambda leaf: _meta_leaf(leaf, device), batch)
             return _Tracer(model, known, device, step, host).run(plan, float8)
     except RetapeError:

@@ -195,14 +195,13 @@ class ParameterGradients:
         return sum(p.nbytes for p in self._missing() if p.device == device)
 
     def allocated_bytes(self, device: torch.device) -> int:
-        """Bytes of the gradients that the step has made, also of those that replace one of before."""
-        made = [p for p in self.parameters() if p.device == device and self._has_new_gradient(p)]
-        # One that was missing counts as in `missing_bytes`, which is what it was expected to take.
-        return sum(p.nbytes if id(p) not in self._before else _size_of(p.grad) for p in made)
+        """Bytes of the gradients that the step has made in the place of others: of missing ones, or of those of before that are freed.
 
-    def _has_new_gradient(self, parameter: Tensor) -> bool:
-        before = self._before.get(id(parameter))
-        return parameter.grad is not None and (before is None or before() is not parameter.grad)
+        A missing one counts as in `missing_bytes`. One beside a gradient of before that user code still holds is a need of the step.
+        """
+        made = [p for p in self.parameters() if p.device == device and p.grad is not None]
+        known = [(p, self._before.get(id(p))) for p in made]
+        return sum(p.nbytes if old is None else _size_of(p.grad) for p, old in known if old is None or old() is None)
 
     def present_bytes(self, device: torch.device) -> int:
         """Bytes of the gradients that existed when the step began."""

@@ -61,14 +61,21 @@ def _groups_in(root: nn.Module) -> list[Any]:
 def initialise(root: nn.Module) -> None:
     """Do at once what FSDP2 does in the first forward of a model, so that undoing a step does not undo it.
 
-    It registers hooks, without which `state_dict` has gathered weights instead of shards after a forward alone.
+    It registers hooks, without which `state_dict` has gathered weights instead of shards after a forward alone. A model inside of a
+    sharded one is left alone: what runs first becomes the root, and that must be the outermost.
     """
-    if not in_use():
+    if not in_use() or _is_inside_another(root):
         return
     for module in root.modules():
         state = _state_of(module)
         if hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group"):
             state._lazy_init()
+
+
+def _is_inside_another(module: nn.Module) -> bool:
+    """True if a sharded module contains this one."""
+    sharded = list(sys.modules[STATE_MODULE]._module_state_mapping)
+    return any(part is module for other in sharded if other is not module for part in other.modules())
 
 
 def freed_after_forward(module: nn.Module) -> bool | None:
