@@ -147,7 +147,7 @@ def test_containers_of_arguments_are_not_kept_alive(box):
     mark, x = Marked(), leaf()
     gone = weakref.ref(mark)
     h = x * 2
-    h.mark = mark  # lives as long as this tensor does, and not as long as what is held of it
+    h._mark = mark  # lives as long as this tensor does, and not as long as what is held of it
     y = as_region(region, x, box([h, 1.0]))
     del mark, h
     gc.collect()
