@@ -102,7 +102,7 @@ def forward_hook(call):
     return x.grad
 
 
-def counted(function):
+def counting_calls(function):
     calls = 0
 
     def run(a):
@@ -113,11 +113,11 @@ def counted(function):
     return run
 
 
-counting_sin = counted(torch.sin)
+counting_sin = counting_calls(torch.sin)
 
 
 def decorated_helper(call):
-    globals()["counting_sin"] = counted(torch.sin)
+    globals()["counting_sin"] = counting_calls(torch.sin)
     x = leaf()
     call(lambda a: counting_sin(a).tanh(), x).sum().backward()
     return x.grad

@@ -1083,9 +1083,9 @@ def test_activation_wrappers():
 def test_call_wrapped(kind):
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 
-    model = torch.nn.Sequential(getattr(wrapping, kind)(torch.nn.Linear(2, 2)), torch.nn.ReLU())
-    calls = []
-    model[0]._checkpoint_wrapped_module.register_forward_pre_hook(lambda *_: calls.append(1))
+    inner, calls = torch.nn.Linear(2, 2), []
+    inner.register_forward_pre_hook(lambda *_: calls.append(1))
+    model = torch.nn.Sequential(getattr(wrapping, kind)(inner), torch.nn.ReLU())
     assert hook_internals.activation_wrappers(model) == [model[0]]
     fields = dict(vars(model[0]))
     undo = hook_internals.call_wrapped(model[0])

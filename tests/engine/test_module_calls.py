@@ -13,7 +13,7 @@ from torch import nn
 
 import retape
 from retape.torch.capture.call import capture_call
-from retape.torch.capture.containers import DictHolder
+from retape.torch.capture.holders.containers import DictHolder
 from retape.torch.capture.module_tree import TREES
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.region import Region

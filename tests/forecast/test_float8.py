@@ -30,7 +30,7 @@ class WideMlps(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def wide():
+def wide_products():
     with torch.device("meta"):
         return WideMlps().to(torch.bfloat16)
 
@@ -41,8 +41,8 @@ def wide_rows():
 
 
 @pytest.fixture(scope="module")
-def in_bf16(wide, wide_rows):
-    return retape.forecast(wide, wide_rows, optimizer="adamw")
+def in_bf16(wide_products, wide_rows):
+    return retape.forecast(wide_products, wide_rows, optimizer="adamw")
 
 
 class Products(TorchDispatchMode):
@@ -83,8 +83,8 @@ def test_input_and_weight_are_saved_as_they_are(scaling):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_step_in_float8_keeps_as_much_and_is_faster(wide, wide_rows, in_bf16, scaling):
-    found = retape.forecast(wide, wide_rows, optimizer="adamw", float8=scaling)
+def test_a_step_in_float8_keeps_as_much_and_is_faster(wide_products, wide_rows, in_bf16, scaling):
+    found = retape.forecast(wide_products, wide_rows, optimizer="adamw", float8=scaling)
     tapes = [[stage.tape_bytes for stage in each.stages[0].problem.chain.stages] for each in (found, in_bf16)]
     assert tapes[0] == tapes[1]
     assert found.seconds < in_bf16.seconds
@@ -93,20 +93,20 @@ def test_a_step_in_float8_keeps_as_much_and_is_faster(wide, wide_rows, in_bf16, 
     assert found.flops == in_bf16.flops
 
 
-def test_a_smaller_budget_recomputes_blocks_in_float8(wide, wide_rows, in_bf16):
+def test_a_smaller_budget_recomputes_blocks_in_float8(wide_products, wide_rows, in_bf16):
     budget = (in_bf16.floor_bytes + in_bf16.peak_bytes) // 2
-    tight = retape.forecast(wide, wide_rows, optimizer="adamw", float8="tensorwise", budget=budget)
+    tight = retape.forecast(wide_products, wide_rows, optimizer="adamw", float8="tensorwise", budget=budget)
     assert tight.peak_bytes <= budget
-    assert tight.seconds > retape.forecast(wide, wide_rows, optimizer="adamw", float8="tensorwise").seconds
+    assert tight.seconds > retape.forecast(wide_products, wide_rows, optimizer="adamw", float8="tensorwise").seconds
 
 
-def test_weights_of_blocks_are_gathered_in_float8_with_one_scale(wide, wide_rows):
+def test_weights_of_blocks_are_gathered_in_float8_with_one_scale(wide_products, wide_rows):
     mesh = {"gpus": 8, "fsdp": 8}
     buffers = {
-        scaling: retape.forecast(wide, wide_rows, mesh=mesh, float8=scaling).stages[0].problem.buffer_bytes
+        scaling: retape.forecast(wide_products, wide_rows, mesh=mesh, float8=scaling).stages[0].problem.buffer_bytes
         for scaling in (None, *SCALINGS)
     }
-    weights = sum(parameter.numel() for parameter in wide.blocks[0].parameters() if parameter.dim() == 2)
+    weights = sum(parameter.numel() for parameter in wide_products.blocks[0].parameters() if parameter.dim() == 2)
     assert buffers["rowwise"] == buffers[None]
     assert buffers["tensorwise"] == buffers[None] - 2 * weights  # of two gathered blocks, one byte less each
 
@@ -145,29 +145,32 @@ def test_a_model_that_multiplies_in_float8_by_itself(wide_rows):
     )  # its first layer computes the gradient of the batch too
 
 
-def test_what_cannot_be(wide, wide_rows):
+def test_what_cannot_be(wide_products, wide_rows):
     with pytest.raises(InvalidInput, match="No rate of float8 products is known for 'a100-80g'"):
-        retape.forecast(wide, wide_rows, device="a100", float8="tensorwise")
+        retape.forecast(wide_products, wide_rows, device="a100", float8="tensorwise")
     with pytest.raises(InvalidInput, match="give 'tensorwise' or 'rowwise'"):
-        retape.forecast(wide, wide_rows, float8="blockwise")
+        retape.forecast(wide_products, wide_rows, float8="blockwise")
     with torch.device("meta"):
         odd = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
     with pytest.raises(InvalidInput, match="multiples of 16; forecast it without float8"):
         retape.forecast(
-            odd, torch.empty(8, 24, device="meta"), step=lambda wide, wide_rows: wide(wide_rows).sum(), float8="rowwise"
+            odd,
+            torch.empty(8, 24, device="meta"),
+            step=lambda wide_products, wide_rows: wide_products(wide_rows).sum(),
+            float8="rowwise",
         )
 
 
-def test_a_number_of_tokens_that_float8_cannot_multiply(wide):
+def test_a_number_of_tokens_that_float8_cannot_multiply(wide_products):
     message = r"gets 24 rows \(tokens of a micro-batch on one GPU\), .* a multiple of 16. Use 32 rows"
     with pytest.raises(InvalidInput, match=message):
-        retape.forecast(wide, torch.empty(24, 4096, dtype=torch.bfloat16, device="meta"), float8="rowwise")
+        retape.forecast(wide_products, torch.empty(24, 4096, dtype=torch.bfloat16, device="meta"), float8="rowwise")
 
 
-def test_a_search_in_float8_and_the_command(wide, wide_rows, capsys):
+def test_a_search_in_float8_and_the_command(wide_products, wide_rows, capsys):
     fixed = {"tensor": 1, "pipeline": 1}
     found = {
-        scaling: search_layouts(wide, wide_rows, gpus=2, fixed=fixed, float8=scaling)[0].forecast.seconds
+        scaling: search_layouts(wide_products, wide_rows, gpus=2, fixed=fixed, float8=scaling)[0].forecast.seconds
         for scaling in (None, "tensorwise")
     }
     assert found["tensorwise"] < found[None]
@@ -186,13 +189,13 @@ def test_a_weight_given_by_name_is_multiplied_in_float8_too():
 
 
 def test_scaled_products_are_counted_or_refused():
-    ops, one = torch.ops.aten, torch.ones((), device="meta")
+    one = torch.ones((), device="meta")
     rows, weight = (torch.empty(64, 64, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
     with simulated(cost_model(measured_device())) as device:
-        ops._scaled_mm(rows, weight.t(), one, one, out_dtype=torch.bfloat16)
+        torch.ops.aten._scaled_mm(rows, weight.t(), one, one, out_dtype=torch.bfloat16)
         assert device.flops == 2 * 64**3
         tensorwise, plain = [0], [0]  # numbers of PyTorch's ScalingType and SwizzleType
-        ops._scaled_mm_v2(
+        torch.ops.aten._scaled_mm_v2(
             rows,
             weight.t(),
             [one],
@@ -209,6 +212,6 @@ def test_scaled_products_are_counted_or_refused():
         experts, ends = weight.expand(8, 64, 64), torch.empty(8, dtype=torch.int32, device="meta")
         scales = [torch.empty(size, device="meta") for size in ((64,), (8, 64))]
         with pytest.raises(InvalidInput, match="multiplies with _scaled_grouped_mm, whose time is not known"):
-            ops._scaled_grouped_mm(rows, experts.transpose(1, 2), *scales, ends, out_dtype=torch.bfloat16)
+            torch.ops.aten._scaled_grouped_mm(rows, experts.transpose(1, 2), *scales, ends, out_dtype=torch.bfloat16)
         with pytest.raises(InvalidInput, match="multiplies with _int_mm, whose"):
             torch._int_mm(rows.to(torch.int8), weight.to(torch.int8))

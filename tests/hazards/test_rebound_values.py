@@ -93,24 +93,24 @@ def test_a_field_of_a_module_that_is_rebound_before_the_rerun(call, first, secon
     return x.grad, turning.first is turning.second
 
 
-class Settings:
+class Shares:
     value = None
     other = None
 
 
 def turned(read, a):
-    Settings.value, Settings.other = Settings.other, Settings.value
-    return (a * read(Settings.value)).sin()
+    Shares.value, Shares.other = Shares.other, Shares.value
+    return (a * read(Shares.value)).sin()
 
 
 @pytest.mark.parametrize("name", ["decimal", "fraction", "timedelta", "date", "enum", "numpy number"])
 @equals_plain
 def test_attributes_of_a_class_that_a_region_rebinds(call, name):
-    Settings.value, Settings.other, read = VALUES[name]
+    Shares.value, Shares.other, read = VALUES[name]
     x = leaf()
     for _ in range(2):
         call(lambda a: turned(read, a), x).sum().backward()
-    return x.grad, repr(Settings.value)
+    return x.grad, repr(Shares.value)
 
 
 @equals_plain_every_way

@@ -136,7 +136,9 @@ def test_a_container_that_contains_itself_and_is_given_twice(call):
     return x.grad, loop["scale"]
 
 
-@pytest.mark.parametrize("box", [tuple, list, Pair._make, lambda items: dict(enumerate(items)), lambda items: [items]])
+@pytest.mark.parametrize(
+    "box", [tuple, list, lambda items: Pair(*items), lambda items: dict(enumerate(items)), lambda items: [items]]
+)
 def test_containers_of_arguments_are_not_kept_alive(box):
     class Marked:
         pass
@@ -147,7 +149,7 @@ def test_containers_of_arguments_are_not_kept_alive(box):
     mark, x = Marked(), leaf()
     gone = weakref.ref(mark)
     h = x * 2
-    h._mark = mark  # lives as long as this tensor does, and not as long as what is held of it
+    vars(h)["_mark"] = mark  # lives as long as this tensor does, and not as long as what is held of it
     y = as_region(region, x, box([h, 1.0]))
     del mark, h
     gc.collect()

@@ -158,7 +158,7 @@ class Named:
     numbers = itertools.count(2)
 
 
-def helper(a):
+def reads_a_global(a):
     return (a * next(NUMBERS)).sin()
 
 
@@ -167,11 +167,11 @@ def helper_of_class(a):
 
 
 def in_a_global():
-    return helper, ()
+    return reads_a_global, ()
 
 
 def in_a_global_of_a_helper():
-    return lambda a: helper(a).sin(), ()
+    return lambda a: reads_a_global(a).sin(), ()
 
 
 def in_an_attribute_of_a_class():

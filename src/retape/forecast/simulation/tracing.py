@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, RetapeError
 from retape.core.problem import Budget, Tier
-from retape.forecast.simulation.allocator import Event
 from retape.forecast.simulation.float8 import Float8Linears, Scaling, converted
 from retape.forecast.simulation.op_seconds import CostModel
 from retape.forecast.simulation.simulator import META, SimulatedDevice, SimulatedOpTimer, simulated, track_simulated
@@ -29,6 +28,9 @@ from retape.torch.planning.instruments import FitInstruments, Overheads
 from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.step_trials import StepTrials
 from retape.torch.planning.tuning import TUNING
+
+if TYPE_CHECKING:
+    from retape.forecast.simulation.allocator import Event
 
 Step = Callable[[nn.Module, Any], Tensor]
 _ENOUGH = Budget.of(1 << 61)

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from retape.core.errors import StateChanged
 from retape.torch.capture import rng
-from retape.torch.capture.containers import ATOMS, DictHolder, ListHolder, tracked_item
+from retape.torch.capture.holders.containers import DictHolder, ListHolder
+from retape.torch.capture.holders.values import ATOMS, tracked_item
 from retape.torch.capture.host_access import TransparentMode
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import compiler_internals, internals

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from retape.torch.capture.containers import ATOMS, WEAK_PROXIES
+from retape.torch.capture.holders.values import ATOMS, WEAK_PROXIES
 
 # --- templates ----------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 `capture_call` walks a function and its arguments once. The result can be called again with the same state: containers of arguments
 are rebuilt, closure variables and globals are those of the first run, and what modules, objects, lists and dicts held can be put back
-(`containers.py`). A `Snapshot` checks versions of the tensors before that. Everything reachable is walked; a warning is logged once
+(`holders`). A `Snapshot` checks versions of the tensors before that. Everything reachable is walked; a warning is logged once
 where that is more than 100,000 objects.
 """
 
@@ -16,7 +16,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,28 +26,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from retape.core.errors import UnsupportedTransform
 from retape.torch.capture.arguments import COPIED, ArgumentTemplates, twins_of
-from retape.torch.capture.containers import (
-    ABSENT,
-    ATOMS,
-    WEAK_PROXIES,
-    ArrayHolder,
-    CellHolder,
-    DictHolder,
-    ListHolder,
-    PlaceHolder,
-    PlainObjects,
-    PlainObjectsHolder,
-    SetHolder,
-    SlotHolder,
-    ThreadLocalHolder,
-    content_of,
-    held_ids,
-    is_plain_value,
-    is_value_of_torch,
-    saved_item,
-    slots_of,
-    values_at,
-)
 from retape.torch.capture.functions import (
     RRELU,
     CompiledCall,
@@ -62,6 +40,28 @@ from retape.torch.capture.functions import (
     names_of_function,
     places_of_function,
     places_of_object,
+)
+from retape.torch.capture.holders.containers import (
+    ArrayHolder,
+    DictHolder,
+    ListHolder,
+    PlainObjects,
+    PlainObjectsHolder,
+    SetHolder,
+    SlotHolder,
+    ThreadLocalHolder,
+    held_ids,
+    slots_of,
+)
+from retape.torch.capture.holders.places import CellHolder, PlaceHolder, values_at
+from retape.torch.capture.holders.values import (
+    ABSENT,
+    ATOMS,
+    WEAK_PROXIES,
+    content_of,
+    is_plain_value,
+    is_value_of_torch,
+    saved_item,
 )
 from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
@@ -127,6 +127,28 @@ class Call:
                 return placed.place(number) if type(placed) is ModuleTree else placed
             number -= size
         raise IndexError(number)
+
+    def words_for(self, number: int) -> str:
+        """Return tensor `number` of `state` in the user's words."""
+        place, key = self.place(number)
+        for root in self.roots:
+            for path, module in root.named_modules():
+                fields = module.__dict__
+                kinds = {"parameter": fields.get("_parameters"), "buffer": fields.get("_buffers"), "attribute": fields}
+                for kind, holder in kinds.items():
+                    if holder is place:
+                        return f"{kind} '{path}.{key}'" if path else f"{kind} '{key}'"
+        return f"tensor {key!r} of a {type(place).__name__}"
+
+    def spaces(self) -> Iterator[dict[Any, Any]]:
+        """Yield the variables of the function, and the fields of what it reaches."""
+        function = self.function
+        if isinstance(function, types.FunctionType):
+            contents = map(content_of, function.__closure__ or ())
+            yield dict(zip(function.__code__.co_freevars, contents, strict=True))
+            yield function.__globals__
+        yield from map(vars, self.modules)
+        yield from [each.container for each in self.holders if isinstance(getattr(each, "container", None), dict)]
 
     @property
     def is_lazy(self) -> bool:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import ATOMS, content_of, is_value_of_torch
+from retape.torch.capture.holders.values import ATOMS, content_of, is_value_of_torch
 from retape.torch.capture.unrepeatable import CACHED, is_iterator
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it

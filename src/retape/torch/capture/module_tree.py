@@ -5,7 +5,7 @@ A region must know, each time, everything that its modules hold. The places (fie
 and compares names, types and the identity of every child with those of the walk; where anything differs, the tree is walked again. A
 layout knows places and no values, and refers to modules weakly, so it keeps nothing alive.
 
-Not here: functions, arguments and other objects (`call.py`); one module's fields and how they are put back (`containers.py`).
+Not here: functions, arguments and other objects (`call.py`); one module's fields and how they are put back (`holders`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import (
-    ATOMS,
-    OWN_FIELDS,
-    PLAIN_TYPES,
-    WEAK_PROXIES,
-    ModuleHolder,
-    PlainObjects,
-    is_restored,
-    tracked,
-    without_history,
-)
 from retape.torch.capture.functions import RRELU, may_decide, may_write_unseen, names_of_class, places_of_classes
+from retape.torch.capture.holders.containers import OWN_FIELDS, ModuleHolder, PlainObjects
+from retape.torch.capture.holders.values import ATOMS, PLAIN_TYPES, WEAK_PROXIES, is_restored, tracked, without_history
 from retape.torch.compat import fsdp_internals, internals, process_internals
 
 _PARAMETER = frozenset({nn.Parameter})

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import ATOMS, OWN_FIELDS
 from retape.torch.capture.functions import (
     SETTINGS_OBJECTS,
     CompiledCall,
@@ -41,6 +40,8 @@ from retape.torch.capture.functions import (
     names_in,
     of_library,
 )
+from retape.torch.capture.holders.containers import OWN_FIELDS
+from retape.torch.capture.holders.values import ATOMS
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import hook_internals
 

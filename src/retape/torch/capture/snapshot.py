@@ -27,7 +27,21 @@ from torch import Tensor, nn
 
 from retape.core.errors import RegionError, StateChanged
 from retape.torch.capture import ambient, rng
-from retape.torch.capture.containers import SWAPS, is_in_a_tuple, tracked
+from retape.torch.capture.holders.containers import SWAPS
+from retape.torch.capture.holders.tensor_attributes import (
+    NO_HOOKS,
+    Attributes,
+    HookCounts,
+    RestoredAttributes,
+    any_attributes,
+    any_hooks,
+    attributes_by_number,
+    attributes_of,
+    drop_hooks,
+    hook_counts,
+    put_attributes,
+)
+from retape.torch.capture.holders.values import is_in_a_tuple, tracked
 from retape.torch.capture.host_access import FieldAccess, ReadGuard
 from retape.torch.capture.mutation import (
     CHANGES,
@@ -41,20 +55,8 @@ from retape.torch.capture.mutation import (
     is_plain,
     version_of,
 )
-from retape.torch.capture.tensor_attributes import (
-    NO_HOOKS,
-    Attributes,
-    HookCounts,
-    RestoredAttributes,
-    any_attributes,
-    any_hooks,
-    attributes_by_number,
-    attributes_of,
-    drop_hooks,
-    hook_counts,
-    put_attributes,
-)
 from retape.torch.capture.tuning import TUNING
+from retape.torch.capture.unrepeatable import UsedUp, used_up
 from retape.torch.compat import fsdp_internals, internals
 
 if TYPE_CHECKING:
@@ -292,6 +294,12 @@ class Snapshot:
                 for index in copies.different(watched):
                     internals.write_unseen(watched[index], rebuilt[index])
 
+    def used_up(self, *, kept: bool) -> UsedUp | None:
+        """Return what the call, which has just returned, has used up, so that a re-run would read something else."""
+        call = self._call
+        watched, call.watched = call.watched, ()
+        return used_up(watched, call.spaces, drew=self.drew, kept=kept)
+
     # --- before a re-run -----------------------------------------------------------------------------------------
 
     def check_present(self, arguments: list[Tensor | None]) -> list[Tensor]:
@@ -385,7 +393,7 @@ class Snapshot:
             return f"tensor {index} of its arguments"
         if index < arguments + extras:
             return f"tensor {index - arguments} of its closure"
-        return _place_name(self._call, *self._call.place(index - arguments - extras))
+        return self._call.words_for(index - arguments - extras)
 
 
 class RestoredState:
@@ -635,17 +643,3 @@ def _sharded_parameters(tensors: list[Tensor]) -> dict[int, Tensor]:
     wanted = {id(tensor) for tensor in tensors}
     pairs = [(getattr(p, "_unsharded_param", None), p.sharded_param) for p in fsdp_internals.parameters()]
     return {id(unsharded): sharded for unsharded, sharded in pairs if id(unsharded) in wanted}
-
-
-def _place_name(call: Call, place: Any, key: Any) -> str:
-    for root in call.roots:
-        for path, module in root.named_modules():
-            fields = module.__dict__
-            for kind, holder in (
-                ("parameter", fields.get("_parameters")),
-                ("buffer", fields.get("_buffers")),
-                ("attribute", fields),
-            ):
-                if holder is place:
-                    return f"{kind} '{path}.{key}'" if path else f"{kind} '{key}'"
-    return f"tensor {key!r} of a {type(place).__name__}"

@@ -12,11 +12,8 @@ import itertools
 import operator
 import types
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from retape.torch.capture.call import Call
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 _MODULES = frozenset({"builtins", "itertools", "_collections"})
 _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE: by `exec`, which claims to be built in
@@ -171,25 +168,32 @@ class UsedUp(NamedTuple):
     is_cache: bool
 
 
-def used_up(call: Call, *, drew: bool, kept: bool) -> UsedUp | None:
-    """Return what a call, which has just returned, has used up; values of iterators that it `kept` are read again."""
-    for each in call.watched:
+Watched: TypeAlias = "Sequence[WatchedIterator | WatchedCache]"
+Spaces: TypeAlias = "Callable[[], Iterator[dict[Any, Any]]]"
+
+
+def used_up(watched: Watched, spaces: Spaces, *, drew: bool, kept: bool) -> UsedUp | None:
+    """Return what a call, which has just returned, has used up; values of iterators that it `kept` are read again.
+
+    `spaces` returns the dicts in which names for iterators are looked up.
+    """
+    for each in watched:
         if isinstance(each, WatchedCache):
             if drew and each.has_missed():
                 return UsedUp(getattr(each.function, "__qualname__", "a function"), True)
         elif not kept and each.has_moved():
-            return UsedUp(_words_for(each.iterator, call), False)
+            return UsedUp(_words_for(each.iterator, watched, spaces), False)
     return None
 
 
-def _words_for(iterator: Any, call: Call) -> str:
+def _words_for(iterator: Any, watched: Watched, spaces: Spaces) -> str:
     """Return the name of a variable or field that has an iterator, or one around it, and what that is."""
     around = [iterator]
-    for each in reversed(call.watched):  # in the order of the walk, which meets the outer ones first
+    for each in reversed(watched):  # in the order of the walk, which meets the outer ones first
         if isinstance(each, WatchedIterator) and any(inner is around[-1] for inner in each.inner):
             around.append(each.iterator)
     for each in around:
-        for space in _spaces(call):
+        for space in spaces():
             for name, value in list(space.items()):
                 if value is each and isinstance(name, str):
                     return f"{name!r} ({_kind_of(each)})"
@@ -199,24 +203,3 @@ def _words_for(iterator: Any, call: Call) -> str:
 def _kind_of(iterator: Any) -> str:
     kind = type(iterator).__qualname__
     return f"{kind} {iterator.__qualname__!r}" if kind == "generator" else kind
-
-
-def _spaces(call: Call) -> Iterator[dict[Any, Any]]:
-    """Yield the variables of a call's function, and the fields of what it reaches."""
-    function = call.function
-    if isinstance(function, types.FunctionType):
-        yield {name: _content(cell) for name, cell in _cells(function)}
-        yield function.__globals__
-    yield from map(vars, call.modules)
-    yield from [holder.container for holder in call.holders if isinstance(getattr(holder, "container", None), dict)]
-
-
-def _cells(function: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
-    return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that has no value
-        return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from retape.torch.capture.containers import ATOMS
+from retape.torch.capture.holders.values import ATOMS
 from retape.torch.compat import collective_internals, compiler_internals, internals
 from retape.torch.engine.trace import Given, Hole, TracedOp, given_of, hides_ops, is_view, settings_of, written_by
 

@@ -30,7 +30,6 @@ from torch.utils import _pytree as pytree
 from retape.torch.capture.decisions import Decisions, Recording
 from retape.torch.capture.mutation import PLAIN_TENSORS, Digest, checksum, digest, hold, same_digests, version_of
 from retape.torch.capture.snapshot import Snapshot
-from retape.torch.capture.unrepeatable import UsedUp, used_up
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine import inputs as sources
 from retape.torch.engine.context import PROCESS, THREAD, Running, record
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retape.torch.capture.call import Call
+    from retape.torch.capture.unrepeatable import UsedUp
     from retape.torch.engine.recipe_mode import Recipe
     from retape.torch.engine.trace import OpStopwatch, RegionTrace
 
@@ -232,7 +232,10 @@ class Region:
             self._own_state = _NO_TENSORS
         self.snapshot.finish_forward(tensors)
         if call.watched:
-            self._note_used_up(call)
+            used_up = self.snapshot.used_up(kept=bool(self.kept))
+            self._used_up = (
+                None if self._asks else used_up
+            )  # it may say that it does something else when it is run again
         if self.snapshot.touches_data:  # what it puts there it may put back only at its end
             self.early_stop = False
         self.is_running = False
@@ -240,12 +243,6 @@ class Region:
             transfers.finish_forward()
         self._tell_others(outputs)
         return outputs
-
-    def _note_used_up(self, call: Call) -> None:
-        """Record what the function has used up, unless it says that it does something else when it is run again."""
-        if not self._asks:
-            self._used_up = used_up(call, drew=self.snapshot.drew, kept=bool(self.kept))
-        call.watched = ()
 
     def _tell_others(self, outputs: Any) -> None:
         """Let later regions find what made the outputs, and the region around know that gradients are taken inside it."""

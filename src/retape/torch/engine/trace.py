@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from retape.torch.capture.containers import ATOMS
+from retape.torch.capture.holders.values import ATOMS
 from retape.torch.capture.host_access import Observer
 from retape.torch.capture.mutation import inner_tensors
 from retape.torch.compat import collective_internals

@@ -18,8 +18,8 @@ from retape.core.actions import Backward, Forward, Free, Item, Load, Save
 from retape.core.errors import InvalidInput, RegionError, StateChanged, UnsupportedTransform
 from retape.core.schedules.online import forward_phase
 from retape.torch.capture import ambient, rng
+from retape.torch.capture.holders.tensor_attributes import without_new_hooks
 from retape.torch.capture.mutation import versions_of
-from retape.torch.capture.tensor_attributes import without_new_hooks
 from retape.torch.compat import compiler_internals, internals
 from retape.torch.loops.plan import StepAction, TapeSteps, reversal
 from retape.torch.loops.side_state import NOTHING_SAVED, SideState

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from retape.core.errors import InvalidInput, RegionError, StateChanged
 from retape.torch.capture.call import Call
-from retape.torch.capture.containers import ATOMS, OWN_FIELDS, DictHolder, ListHolder, PlaceHolder
+from retape.torch.capture.holders.containers import OWN_FIELDS, DictHolder, ListHolder
+from retape.torch.capture.holders.places import PlaceHolder
+from retape.torch.capture.holders.values import ATOMS
 from retape.torch.capture.mutation import Copies, copyable, version_of, versions_of
 from retape.torch.compat import internals
 from retape.torch.loops.plan import LoopsTuning

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import InvalidInput, StateChanged
-from retape.torch.capture.containers import ATOMS
+from retape.torch.capture.holders.values import ATOMS
 from retape.torch.capture.mutation import versions_of
 from retape.torch.engine.host.tensor_files import byte_view
 

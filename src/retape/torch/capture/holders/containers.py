@@ -8,175 +8,23 @@ re-runs have replaced tensors, so that a forward in another thread is not truste
 
 from __future__ import annotations
 
-import datetime
-import decimal
-import enum
-import fractions
 import functools
 import itertools
-import numbers
 import operator
-import re
 import threading
-import types
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from retape.torch.capture.holders.values import ABSENT, ATOMS, LEFT, same, saved_item, tracked_item, without_history
 from retape.torch.compat import process_internals
 
-# Immutable values through which nothing can be reached.
-ATOMS = frozenset(
-    {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
-)
-# Other immutable values, most of C types: they too are put back where another one has been bound, and sets of them are held.
-PLAIN_TYPES = frozenset(
-    {
-        *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc),
-        *(decimal.Decimal, fractions.Fraction, re.Pattern, torch.layout, torch.memory_format),
-        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    }
-)
-_PLAIN_CLASSES = (numbers.Number, enum.Enum, np.dtype, type, *PLAIN_TYPES)
 OWN_FIELDS = frozenset(nn.Module().__dict__)
 _flat = itertools.chain.from_iterable
 _values_of = operator.methodcaller("values")
-ABSENT = object()  # in place of a name that has no value
-LEFT = object()  # in place of an object that is not held and not put back
-
-
-def tracked(tensor: Tensor) -> Tensor:
-    """Return a tensor for a re-run: itself, or without its history, which could close a cycle through the graph.
-
-    Of a tensor in several places it is one object, since code may ask whether they are one.
-    """
-    if tensor.grad_fn is None:
-        return tensor
-    alias = _ALIASES.get(id(tensor))
-    if alias is None or alias.requires_grad is not tensor.requires_grad or not _same_memory(alias, tensor):
-        alias = _ALIASES[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-    return alias
-
-
-_ALIASES: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by the id of the tensor
-
-
-def is_in_a_tuple(tensor: Tensor, holders: Iterable[Any]) -> bool:
-    """True if a tuple in a list, a dict or a field that one of these holders restores has this very tensor."""
-    dicts = [each for holder in holders for each in getattr(holder, "fields", ())]  # of modules
-    containers = [*dicts, *[holder.container for holder in holders if hasattr(holder, "container")]]
-    values = [each.values() if isinstance(each, dict) else each for each in containers if isinstance(each, _ITERATED)]
-    return any(isinstance(value, tuple) and _is_item(tensor, value) for value in _flat(values))
-
-
-_ITERATED = (dict, list, deque)
-
-
-def _is_item(tensor: Tensor, items: tuple[Any, ...]) -> bool:
-    return any(item is tensor or (isinstance(item, tuple) and _is_item(tensor, item)) for item in items)
-
-
-def tracked_item(item: Any) -> Any:
-    """Return `tracked` of a tensor or of the tensors in a tuple; any other item, and a tuple without a history, unchanged."""
-    kind: Any = type(item)
-    if issubclass(kind, Tensor):
-        return tracked(item)
-    if not issubclass(kind, tuple) or not _has_history(item):
-        return item
-    items = [tracked_item(each) for each in item]
-    # `torch.return_types.max` and other tuples of C types are made of a sequence; classes of users may take something else.
-    return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
-
-
-def without_history(item: Any) -> Any:
-    """Return `tracked_item` of a tuple, or of the arguments of a partial, in which a tensor has a history; any other item unchanged."""
-    kind: Any = type(item)
-    if issubclass(kind, tuple):
-        return tracked_item(item)
-    if kind is functools.partial and (_has_history(item.args) or _has_history(tuple(item.keywords.values()))):
-        keywords = {name: tracked_item(value) for name, value in item.keywords.items()}
-        return functools.partial(item.func, *tracked_item(item.args), **keywords)
-    return item
-
-
-def _has_history(item: Any) -> bool:
-    kind: Any = type(item)
-    if issubclass(kind, Tensor):
-        return item.grad_fn is not None
-    return issubclass(kind, tuple) and any(map(_has_history, item))
-
-
-WEAK_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
-# Classes of objects through which tensors or modules are reached; a `torch.Generator` and numbers of numpy are state themselves.
-_LEADING_TO_STATE = (
-    *(np.ndarray, np.generic, *_PLAIN_CLASSES),
-    *(nn.Module, tuple, list, dict, deque, set, frozenset, torch.Generator),
-    *(functools.partial, types.MethodType, types.FunctionType, types.SimpleNamespace, weakref.ReferenceType),
-    *(*WEAK_PROXIES, type(functools.lru_cache(lambda: None))),
-)
-
-
-# Packages of PyTorch whose objects are values that code of the user's makes: distributions and their transforms, sequences, masks.
-_VALUES_OF_TORCH = ("torch.distributions.", "torch.quasirandom", "torch.nn.attention.")
-
-
-def is_value_of_torch(kind: type) -> bool:
-    """True for classes of PyTorch whose objects are looked at as a user's are; others (FSDP's state, groups) keep their own record."""
-    return str(getattr(kind, "__module__", "")).startswith(_VALUES_OF_TORCH)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_restored(kind: type) -> bool:
-    """True if a field that holds an object of this class is put back where another object has been bound to it.
-
-    These are plain values, and modules, containers, callables and objects of users' classes, whose tensors a call holds anyway.
-    """
-    if issubclass(kind, _LEADING_TO_STATE) or is_value_of_torch(kind):
-        return True
-    made_at_run_time = kind.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
-    return bool(made_at_run_time) and not str(kind.__module__).startswith(("torch.", "functools", "builtins"))
-
-
-def is_plain_value(value: Any) -> bool:
-    """True for an immutable value through which no tensor is reached, and for a tuple or frozen set of such values."""
-    kind: Any = type(value)
-    if kind in ATOMS or issubclass(kind, _PLAIN_CLASSES):
-        return True
-    return issubclass(kind, (tuple, frozenset)) and all(map(is_plain_value, value))
-
-
-def holds_state(item: Any) -> bool:
-    """True for a tensor or a module, and for a tuple, list or dict that has one at any depth."""
-    pending, seen = [item], set[int]()
-    while pending:
-        each = pending.pop()
-        kind: Any = type(each)  # `isinstance` would ask the object behind a weak proxy, which may be gone
-        if issubclass(kind, (Tensor, nn.Module)):
-            return True
-        if issubclass(kind, (tuple, list, dict)) and id(each) not in seen:
-            seen.add(id(each))
-            values: Any = each.values() if isinstance(each, dict) else each
-            if not ATOMS.issuperset(map(type, values)):
-                pending.extend(values)
-    return False
-
-
-def saved_item(item: Any) -> Any:
-    """Return an item as it is kept for a re-run: without history, where that is not inside an object of its own; or `LEFT`."""
-    kind: Any = type(item)
-    if kind in ATOMS or kind in _HARMLESS or kind in PLAIN_TYPES:
-        return item
-    if issubclass(kind, Tensor):
-        return tracked(item)
-    return without_history(tracked_item(item)) if is_restored(kind) else LEFT
-
-
-_HARMLESS = frozenset({type, types.ModuleType})
 
 
 class DictHolder:
@@ -229,7 +77,7 @@ def _is_alike(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
 
 def _present_or_saved(now: dict[Any, Any], saved: dict[Any, Any]) -> dict[Any, Any]:
     """Return what was saved, but tensors that are still there as they are, and of objects that were not held the present ones."""
-    kept = {key: now[key] if key in now and _same(now[key], value) else value for key, value in saved.items()}
+    kept = {key: now[key] if key in now and same(now[key], value) else value for key, value in saved.items()}
     return {key: value for key, value in kept.items() if value is not LEFT}
 
 
@@ -261,7 +109,7 @@ class ListHolder:
     def enter(self) -> None:
         self.found, saved = list(self.container), self.saved
         found = self.found
-        if len(found) != len(saved) or not (all(map(operator.is_, found, saved)) or all(map(_same, found, saved))):
+        if len(found) != len(saved) or not (all(map(operator.is_, found, saved)) or all(map(same, found, saved))):
             self._put(saved)
 
     def leave(self) -> None:
@@ -436,7 +284,7 @@ class SlotHolder:
 
     def enter(self) -> None:
         self._found = found = _slots(self.container, self._saved)
-        self._put({name: item for name, item in self._saved.items() if not _same(found[name], item)})
+        self._put({name: item for name, item in self._saved.items() if not same(found[name], item)})
 
     def leave(self) -> None:
         found, self._found = self._found, {}
@@ -469,86 +317,6 @@ def _own_slots(kind: type) -> list[str]:
 
 def _slots(value: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(value, name, ABSENT) for name in names}
-
-
-def values_at(places: Sequence[Any]) -> list[Any]:
-    """Return the values of globals and class attributes (`functions.Place`); `ABSENT` for a name without one."""
-    return [read(name, ABSENT) for _, _, name, read in places]
-
-
-class PlaceHolder:
-    """Globals and class attributes that helpers read, and what they were bound to."""
-
-    __slots__ = ("_found", "_saved", "places")
-
-    def __init__(self, places: Sequence[Any], values: list[Any]) -> None:
-        self.places = places
-        self._saved = values if ATOMS.issuperset(map(type, values)) else list(map(_saved_value, values))
-        self._found: list[Any] = []
-
-    def enter(self) -> None:
-        self._found = found = values_at(self.places)
-        if not all(map(operator.is_, found, self._saved)):
-            self._put(found, self._saved, _same)
-
-    def leave(self) -> None:
-        found, self._found = self._found, []
-        now = values_at(self.places)
-        if not all(map(operator.is_, now, found)):
-            self._put(now, found, operator.is_)
-
-    def _put(self, now: list[Any], wanted: list[Any], same: Callable[[Any, Any], bool]) -> None:
-        # Nothing is wanted where it was not entered.
-        for place, present, value in zip(self.places, now, wanted, strict=False):
-            if value is LEFT or present is value:
-                continue
-            if value is ABSENT:
-                place.delete()
-            elif present is ABSENT or not same(present, value):
-                place.put(value)
-
-
-def _saved_value(value: Any) -> Any:
-    """Return a value as it is kept for a re-run, which sees it again even if it is an object that is not followed."""
-    return without_history(tracked_item(value))
-
-
-class CellHolder:
-    """The variables that a function closes over, and what they were bound to."""
-
-    __slots__ = ("_cells", "_found", "_saved")
-
-    def __init__(self, cells: Sequence[types.CellType]) -> None:
-        self._cells = cells
-        self._saved = [_saved_value(content_of(cell)) for cell in cells]
-        self._found: list[Any] = []
-
-    def enter(self) -> None:
-        self._found = found = list(map(content_of, self._cells))
-        if not all(map(operator.is_, found, self._saved)):
-            self._put(found, self._saved, _same)
-
-    def leave(self) -> None:
-        found, self._found = self._found, []
-        now = list(map(content_of, self._cells))
-        if not all(map(operator.is_, now, found)):
-            self._put(now, found, operator.is_)
-
-    def _put(self, now: list[Any], wanted: list[Any], same: Callable[[Any, Any], bool]) -> None:
-        # Nothing is wanted where it was not entered.
-        for cell, present, value in zip(self._cells, now, wanted, strict=False):
-            if value is ABSENT and present is not ABSENT:
-                del cell.cell_contents
-            elif not same(present, value):
-                cell.cell_contents = value
-
-
-def content_of(cell: types.CellType) -> Any:
-    """Return what a variable of a closure is bound to; `ABSENT` if it has no value yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT
 
 
 class ModuleHolder:
@@ -603,35 +371,6 @@ class ModuleHolder:
 
 
 _EMPTY: dict[Any, Any] = {}
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors are the same view of the same memory, of one class."""
-    return (
-        one.layout is torch.strided
-        and other.layout is torch.strided
-        and type(one) is type(other)
-        and one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype is other.dtype
-        and one.is_conj() is other.is_conj()
-        and one.is_neg() is other.is_neg()
-        and one.numel() > 0
-    )
-
-
-def _same(now: Any, then: Any) -> bool:
-    """True if a container still holds the same object, or the tensor of which a detached alias was saved."""
-    if now is then or then is LEFT:
-        return True
-    if isinstance(now, Tensor) and isinstance(then, Tensor):
-        return _same_memory(now, then)
-    if type(now) is type(then) and isinstance(now, tuple):
-        return len(now) == len(then) and all(map(_same, now, then))
-    if type(now) is not type(then) or type(now) not in ATOMS:
-        return False
-    return repr(now) == repr(then) if type(now) in (float, complex) else bool(now == then)  # 0.0 == -0.0
 
 
 # --- tensors that re-runs have replaced -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retape.torch.capture.containers import tracked_item
+from retape.torch.capture.holders.values import tracked_item
 
 Attributes = dict[str, Any]
 _fields = operator.attrgetter("__dict__")
