@@ -329,6 +329,48 @@ def test_gradients_that_a_step_frees_and_makes_again_are_no_need_of_its_regions(
     assert before.peak_bytes[-1] - before.base_bytes <= 50 << 10
 
 
+# --- batches of other sizes -----------------------------------------------------------------------------------------
+
+
+class WideBlock(nn.Module):
+    """Needs several times the bytes of its input that are never dropped: nothing of a single region's backward can be."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def rows_step(model, rows):
+    model.zero_grad(set_to_none=False)
+    model(X[:rows]).square().mean().backward()
+
+
+def test_a_batch_larger_than_one_that_does_not_fit_is_refused_without_being_measured():
+    """The first two steps are measured whatever they take; from then on the budget holds, also for sizes never seen."""
+    torch.manual_seed(0)
+    model, other = (nn.Sequential(*(WideBlock() for _ in range(4))) for _ in range(2))
+    small = peak_above(lambda: rows_step(other, 32))
+    live = retape.adaptive(model, budget=Budget.activations(int(1.2 * small)))
+    for rows in (32, 128, 32):
+        rows_step(model, rows)
+    before = live.stats()
+    for rows in (128, 129, 130, 136, 129, 128):
+        with pytest.raises(BudgetTooSmall, match="The (forward|backward|rerun|outside) of WideBlock needs") as caught:
+            rows_step(model, rows)
+        assert caught.value.floor_bytes > caught.value.budget_bytes == live.stats().budget_bytes
+        del caught
+        gc.collect()
+    assert live.stats().weighed_steps == before.weighed_steps, "a step that is refused teaches nothing"
+    rows_step(model, 40)  # smaller than what is known not to fit: it is tried
+    assert live.stats().weighed_steps == before.weighed_steps + 1
+    rows_step(model, 32)
+    assert max(list(live.stats().peak_bytes)[2:]) <= live.stats().budget_bytes
+    live.remove()
+
+
 # --- what is refused, and said ---------------------------------------------------------------------------------------
 
 

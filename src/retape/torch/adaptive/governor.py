@@ -169,12 +169,16 @@ class Governor:
         measurement, self._measurement = self._measurement, None
         if measurement is None:
             return
-        root, self.step.measured_bytes = self.step.root, measurement.end(self.needs)
-        if self.step.measured_bytes is None:
+        root, above = self.step.root, measurement.end(self.needs)
+        if above is None or not measurement.is_complete:
             self.counts.measured -= 1  # another step is to be measured instead
-        elif root is not None:
+            if above is not None:
+                self.step.peak_bytes = self.limit.start_bytes + above
+            return
+        self.step.measured_bytes = above
+        if root is not None:
             mark = PhaseMark(phase=StepPhase.FORWARD, kind=root, number=0, held_bytes=0, gradient_bytes=0)
-            self.needs.learn(mark, 0, self.step.measured_bytes)
+            self.needs.learn(mark, 0, above)
 
     def _pause_after_backward(self) -> None:
         """Exclude what comes between this backward pass and the next step (an optimizer, another model) from the measurement."""
@@ -207,7 +211,7 @@ class Governor:
             self.evict(over)
             now = limit.live_bytes()
             if now + need.bytes > limit.bytes:
-                self._cannot_fit(phase, kind, need, now)
+                self._cannot_fit(need, now, (phase, kind, number, None if forward else saved_bytes))
         step.peak_bytes = max(step.peak_bytes, now + need.bytes)
         if self._measurement is not None:
             self._measurement.mark(phase, kind, number, limit.live_bytes())
@@ -227,17 +231,21 @@ class Governor:
         pinned = self.step.pinned | {self.turn[0]}
         return self.regions.evict(wanted_bytes, self.step.position, pinned, backward=self.turn[0] >= 0)
 
-    def _cannot_fit(self, phase: StepPhase, kind: RegionKind, need: Need, now: int) -> None:
+    def _cannot_fit(self, need: Need, now: int, of: tuple[StepPhase, RegionKind, int, int | None]) -> None:
         self.counts.over += 1
-        # An estimate may turn out to fit, and so may a step that is being measured.
+        known: int | None = need.bytes
         if not need.measured or self._measurement is not None:
+            # An estimate may turn out to fit, and so may a step that is being measured; what a smaller region needs does not.
+            known = None if self.memory.enforces_limit else self.needs.at_least(*of)
+        if known is None or now + known <= self.limit.bytes:
             return
-        if self.collectives.note_missing(now + need.bytes - self.limit.bytes):
+        if self.collectives.note_missing(now + known - self.limit.bytes):
             return
-        error = self.limit.too_small(
-            f"The {phase.value} of {kind.name}", now, need.bytes, collective_bytes=self.regions.collective_bytes()
-        )
+        what = f"The {of[0].value} of {of[1].name}"
+        error = self.limit.too_small(what, now, known, collective_bytes=self.regions.collective_bytes())
         if not self.memory.enforces_limit:
+            if self._measurement is not None:
+                self._measurement.fail()
             raise error
         if not self._warned_too_small:  # the allocator refuses what really does not fit
             _LOG.warning("retape: %s", error)
