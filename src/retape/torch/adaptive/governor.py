@@ -67,7 +67,7 @@ class StepCounts:
     reruns: int = 0
     rerun_seconds: float = 0.0
     out_of_memory: int = 0
-    over: int = 0
+    over: int = 0  # steps whose peak passed the budget
 
 
 @dataclass(slots=True)
@@ -78,6 +78,7 @@ class _StepState:
     number: int = 0  # of the next region
     position: int = 0  # the region at which the step is
     peak_bytes: int = 0
+    has_new_kinds: bool = False  # a region was called with sizes that it was never called with before
     measured_bytes: int | None = None  # the peak above the start, once it has been measured
     phase: tuple[StepPhase, RegionKind, int, int] | None = None  # the one that was entered last
     visits: list[RegionVisit] = field(default_factory=list)
@@ -155,6 +156,7 @@ class Governor:
         self.limit.count_fragments()
         peak = self.step.peak_bytes if above is None else self.limit.start_bytes + above
         self.counts.peaks.append(peak)
+        self.counts.over += peak > self.limit.bytes
         later = self.counts.measured > self.tuning.first_measured_steps
         if above is not None and not self.memory.counts_bytes and later:
             self.has_reached("The step", peak)
@@ -217,14 +219,11 @@ class Governor:
             self._measurement.mark(phase, kind, number, limit.live_bytes())
 
     def has_reached(self, what: str, peak_bytes: int) -> None:
-        """Note a peak that was not predicted; if it passed the budget, count that and warn once."""
+        """Note a peak that was not predicted; if it passed the budget, warn once."""
         self.step.peak_bytes = max(self.step.peak_bytes, peak_bytes)
-        if peak_bytes <= self.limit.bytes:
-            return
-        self.counts.over += 1
-        if not self._warned_over:
+        if peak_bytes > self.limit.bytes and not self._warned_over:
             self._warned_over = True
-            _LOG.warning("retape: %s", self.limit.over_warning(what, peak_bytes))
+            _LOG.warning("retape: %s", self.limit.over_warning(what, peak_bytes, is_new_size=self.step.has_new_kinds))
 
     def evict(self, wanted_bytes: int) -> int:
         """Evict the regions with the lowest score; return the bytes that were freed."""
@@ -232,7 +231,6 @@ class Governor:
         return self.regions.evict(wanted_bytes, self.step.position, pinned, backward=self.turn[0] >= 0)
 
     def _cannot_fit(self, need: Need, now: int, of: tuple[StepPhase, RegionKind, int, int | None]) -> None:
-        self.counts.over += 1
         known: int | None = need.bytes
         if not need.measured or self._measurement is not None:
             # An estimate may turn out to fit, and so may a step that is being measured; what a smaller region needs does not.
@@ -282,6 +280,7 @@ class Governor:
         kind, step = self.kinds.of(function, arguments, keywords, call.state), self.step
         visit = RegionVisit(kind)
         step.visits.append(visit)
+        step.has_new_kinds |= not kind.runs
         self.gradients.add(call.state)
         number, step.number = step.number, step.number + 1
         step.position = number

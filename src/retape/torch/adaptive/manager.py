@@ -79,10 +79,10 @@ def adaptive(
 class AdaptiveStats:
     """The cost of a live budget so far.
 
-    `peak_bytes` has one number per step, everything counted: measured if the step was, else predicted. `over_budget` counts moments at
-    which something not seen before, or nothing left to drop, passed the budget. `plain_steps` ran without regions, because a step like
-    them was known to fit; so did `plain_regions` of all `regions`. `moved_bytes` were copied to the host. `fragment_bytes` is the most
-    that the allocator had free inside its own blocks and could not give back, when a step ended or it ran out (0 on the CPU).
+    `peak_bytes` has one number per step, everything counted: measured if the step was, else predicted. `over_budget` counts the steps
+    whose peak passed the budget. `plain_steps` ran without regions, because a step like them was known to fit; so did `plain_regions` of
+    all `regions`. `moved_bytes` were copied to the host. `fragment_bytes` is the most that the allocator had free inside its own blocks
+    and could not give back, when a step ended or it ran out (0 on the CPU).
     """
 
     budget_bytes: int
@@ -105,12 +105,12 @@ class AdaptiveStats:
     def __str__(self) -> str:
         """The numbers as a table, without those that stayed 0."""
         highest, last = (max(self.peak_bytes), self.peak_bytes[-1]) if self.peak_bytes else (0, 0)
-        times = f"{self.over_budget} times" if self.over_budget != 1 else "once"
+        steps = f"in {self.over_budget} steps" if self.over_budget != 1 else "in one step"
         rows = (
             ("budget", format_bytes(self.budget_bytes)),
             ("before a step", format_bytes(self.base_bytes)),
             ("peak", f"{format_bytes(highest)} at most, {format_bytes(last)} in the last step"),
-            ("over the budget", times if self.over_budget else "never"),
+            ("over the budget", steps if self.over_budget else "never"),
             ("steps", f"{self.steps}: {self.weighed_steps} measured, {self.plain_steps} without regions"),
             ("regions", f"{self.regions}: {self.plain_regions} called plainly"),
             ("evictions", f"{self.evictions}: {format_bytes(self.evicted_bytes)}"),
