@@ -329,6 +329,62 @@ def test_gradients_that_a_step_frees_and_makes_again_are_no_need_of_its_regions(
     assert before.over_budget <= 2, "only steps that are measured pass it"
 
 
+# --- parts of a model that are called without it ----------------------------------------------------------------------
+
+
+def blocks_step(model, rows=256):
+    model.zero_grad(set_to_none=False)
+    y = X[:rows]
+    for block in model.blocks:
+        y = block(y)
+    y.square().mean().backward()
+
+
+def test_a_region_that_is_called_without_the_model_begins_a_step():
+    """It ends with its backward: the budget is the one that was asked for, and while everything fits nothing is dropped."""
+    model, plain = Model(), Model()
+    live = retape.adaptive(model, budget="64MiB")
+    for _ in range(4):
+        blocks_step(model)
+    stats = live.stats()
+    assert (stats.steps, stats.budget_bytes, stats.evictions, stats.reruns, stats.over_budget) == (4, 64 << 20, 0, 0, 0)
+    blocks_step(plain)
+    assert_equal(gradients(model), gradients(plain))
+    live.remove()
+
+
+def test_parts_of_a_model_stay_inside_the_budget():
+    model, plain = Model(), Model()
+    blocks_step(plain)
+    whole = peak_above(lambda: blocks_step(plain))
+    live = retape.adaptive(model, budget=Budget.activations(int(0.6 * whole)))
+    for _ in range(3):
+        blocks_step(model)
+    model.zero_grad(set_to_none=False)
+    live.stats()  # ends the step, whose memory tracker may still run
+    assert peak_above(lambda: blocks_step(model)) <= 0.6 * whole
+    assert_equal(gradients(model), gradients(plain))
+    assert live.stats().reruns
+    live.remove()
+
+
+def test_a_part_that_is_called_in_the_step_of_the_model_belongs_to_it():
+    """Between the model's forward and its backward: with regions, and in a step that runs without them."""
+    model = Model()
+    live = retape.adaptive(model, budget="64MiB")
+    for number in range(1, 6):
+        model.zero_grad(set_to_none=False)
+        loss = model(X)
+        (loss + model.blocks[0](X).square().mean()).backward()
+        assert live.stats().steps == number
+    for number in range(6, 12, 2):  # one after the other
+        loss_step(model)
+        blocks_step(model)
+        assert live.stats().steps == number + 1
+    assert live.stats().reruns == 0
+    live.remove()
+
+
 # --- batches of other sizes -----------------------------------------------------------------------------------------
 
 

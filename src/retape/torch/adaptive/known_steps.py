@@ -147,6 +147,11 @@ class UnmanagedStep:
         known = self.expected[number].held_bytes + self._allowed_bytes
         return grown if grown > self._tuning.known_step_slack * known else 0
 
+    @property
+    def waits_for_backward(self) -> bool:
+        """True if the step ran without regions, and its backward has not begun."""
+        return self._without_backward > 0
+
     def stop(self) -> None:
         """Manage every region from here on."""
         self.expected = None

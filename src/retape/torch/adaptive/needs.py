@@ -133,6 +133,11 @@ class RegionKinds:
         before, self._training = self._training, self._trainings.setdefault(trained, len(self._trainings))
         return before != self._training
 
+    @property
+    def knows_training(self) -> bool:
+        """True once `train` was called: a whole model is known."""
+        return self._training is not None
+
     def of(
         self, function: Callable[..., Any], arguments: Any, keywords: dict[str, Any], weights: Iterable[Tensor] = ()
     ) -> RegionKind:
