@@ -348,6 +348,13 @@ def test_compiler_is_on():
     assert seen == [True, False]
 
 
+def test_uncompiled_function():
+    module = torch.nn.Linear(2, 2)
+    compiled = torch.compile(module.forward, backend="eager")
+    assert compiler_internals.uncompiled_function(compiled) in (torch.nn.Linear.forward, module.forward)
+    assert compiler_internals.uncompiled_function(module.forward) == module.forward
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_left_alone():
     """A backward pass that a compiled function starts runs hooks as they are, with all they call."""
@@ -1129,6 +1136,25 @@ def test_has_backward_hooks():
         assert not hook_internals.has_backward_hooks(module)
         getattr(module, register)(lambda *_: None)
         assert hook_internals.has_backward_hooks(module)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+        "register_backward_hook",
+    ],
+)
+def test_hooks_beside_forward(register):
+    module = torch.nn.Linear(2, 2)
+    module.register_forward_pre_hook(identity)
+    getattr(module, register)(hook := lambda *_: None)
+    assert hook_internals.hooks_beside_forward(module) == [hook]
+    assert hook_internals.hooks_beside_forward(module, after=identity) == [hook]
+    module.register_forward_pre_hook(later := lambda *_: None)
+    assert hook_internals.hooks_beside_forward(module, after=identity) == [later, hook]
 
 
 @pytest.mark.filterwarnings("ignore")

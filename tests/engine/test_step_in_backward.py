@@ -339,6 +339,89 @@ def test_loops_that_are_refused(loop, message):
         loop(model, optimizer)
 
 
+def load_states(optimizer, saved):
+    optimizer.load_state_dict(saved)
+
+
+def clear_states(optimizer, saved):
+    optimizer.state.clear()
+
+
+def replace_all_states(optimizer, saved):
+    optimizer.state = type(optimizer.state)(dict)
+
+
+def reset_momentum(optimizer, saved):
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def replace_momentum(optimizer, saved):
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def add_to_states(optimizer, saved):
+    for state in optimizer.state.values():
+        state["mine"] = 1
+
+
+STATE_CHANGES = (load_states, clear_states, replace_all_states, reset_momentum, replace_momentum, add_to_states)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("change", STATE_CHANGES)
+def test_states_that_change_between_backward_and_step_are_refused(change, on_host):
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    stepping(model, optimizer, bucket_bytes=1, on_host=on_host)
+    x = torch.randn(8, 16)
+    plain_step(model, optimizer, x)
+    saved = copy.deepcopy(optimizer.state_dict())
+    plain_step(model, optimizer, x)
+    load_states(optimizer, saved)  # after a step it may change
+    plain_step(model, optimizer, x)
+
+    def loop():
+        model(x).square().mean().backward()
+        change(optimizer, saved)
+        optimizer.step()
+
+    optimizer.zero_grad()
+    with pytest.raises(InvalidInput, match=r"between backward and optimizer.step\(\), and weights were updated with"):
+        loop()
+
+
+def test_states_may_be_loaded_in_mid_step_after_it_was_removed():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    inside = stepping(model, optimizer, bucket_bytes=1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model(torch.ones(2, 16)).sum().backward()
+    with pytest.raises(InvalidInput, match=r"load_state_dict\(\) was called .* call remove\(\) of the fit first"):
+        optimizer.load_state_dict(saved)
+    inside.remove()
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_that_was_kept_from_before_is_no_change_of_states(momentum, on_host):
+    def one(way):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+        step = optimizer.step
+        if way:
+            stepping(model, optimizer, bucket_bytes=1, on_host=on_host)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 16)).square().mean().backward()
+            step()
+        return model, optimizer
+
+    assert are_equal(one(False), one(True))
+
+
 class ReadsLater(nn.Module):
     """A weight whose first use gives it no gradient: it would be updated before that use is reversed."""
 

@@ -12,7 +12,7 @@ import torch
 import retape
 from retape.api import Fit
 from retape.core.problem import Budget
-from retape.errors import InvalidInput
+from retape.errors import BudgetTooSmall, InvalidInput
 from retape.integrations.huggingface import fused_loss
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.plan_search import PlanSearch
@@ -229,6 +229,111 @@ def test_models_that_cannot_be_fused():
     for other in (model, small_marian()):
         with pytest.raises(InvalidInput, match="has a loss function of its own"):
             fuse_loss(other)
+
+
+# --- heads that do more than their linear map ---------------------------------------------------------------------------
+
+
+def with_halved_logits(head):
+    head.register_forward_hook(lambda module, args, logits: logits / 2)
+
+
+def with_cut_gradient(head):
+    head.register_full_backward_hook(lambda module, below, above: (below[0] * 0.1,))
+
+
+def with_cut_upstream(head):
+    head.register_full_backward_pre_hook(lambda module, above: (above[0] * 0.1,))
+
+
+def with_own_forward(head):
+    head.forward = lambda rows: torch.nn.functional.linear(rows, head.weight) / 2
+
+
+def with_halved_rows(head):
+    head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+CHANGES = {
+    with_halved_logits: "the hook with_halved_logits",
+    with_cut_gradient: "the hook with_cut_gradient",
+    with_cut_upstream: "the hook with_cut_upstream",
+    with_own_forward: "a forward of its own",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_head_that_does_more_is_not_fused(change, caplog):
+    model, given = small_model(), batch()
+    change(model.lm_head)
+    with pytest.raises(InvalidInput, match=f"head of LlamaForCausalLM has {CHANGES[change]}.*Remove it"):
+        fuse_loss(model)
+    wanted = loss_and_gradients(model, lambda: model(**given).loss)
+    fitted = retape.fit(model, given, budget="1GiB", options=retape.ALL, progress=False)
+    assert not fitted.record.fused_loss
+    torch.testing.assert_close(loss_and_gradients(model, lambda: model(**given).loss), wanted, rtol=0, atol=0)
+    live = retape.adaptive(small_changed(change), budget="1GiB", options=retape.ALL)
+    assert model(**given).logits is not None
+    live.remove()
+    fitted.remove()
+
+
+def small_changed(change):
+    model = small_model()
+    change(model.lm_head)
+    return model
+
+
+@pytest.mark.parametrize("change", [*CHANGES, with_halved_rows])
+def test_a_head_that_does_more_after_the_loss_was_fused_has_whole_logits(change, caplog):
+    given, other = batch(), small_changed(change)
+    wanted = loss_and_gradients(other, lambda: other(**given).loss)
+    model = fuse_loss(small_model())
+    assert model(**given).logits is None
+    change(model.lm_head)
+    fused_loss.log_not_fused_once.cache_clear()
+    for _ in range(2):
+        torch.testing.assert_close(loss_and_gradients(model, lambda: model(**given).loss), wanted, rtol=0, atol=0)
+    assert caplog.text.count("not computed in slices: the head has") == 1
+    assert model(**given).logits is not None
+
+
+def test_a_hook_before_a_fused_head_works():
+    given, other = batch(), small_changed(with_halved_rows)
+    wanted = loss_and_gradients(other, lambda: other(**given).loss)
+    model = fuse_loss(small_changed(with_halved_rows))
+    assert model(**given).logits is None
+    torch.testing.assert_close(loss_and_gradients(model, lambda: model(**given).loss), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_a_compiled_head_can_be_fused(all_of_it):
+    model, given = small_model(), batch()
+    wanted = loss_and_gradients(model, lambda: model(**given).loss)
+    head = model.lm_head
+    if all_of_it:
+        head.compile(backend="eager")
+    else:
+        head.forward = torch.compile(head.forward, backend="eager")
+    fuse_loss(model)
+    assert model(**given).logits is None
+    torch.testing.assert_close(loss_and_gradients(model, lambda: model(**given).loss), wanted, rtol=1e-4, atol=1e-6)
+    with_halved_logits(head)
+    assert model(**given).logits is not None
+
+
+def test_a_plan_of_the_cache_with_a_fused_loss_is_not_used_for_a_head_with_hooks(tmp_path):
+    about = {"budget": 0.6, "options": retape.ALL, "progress": False, "cache": tmp_path}
+    model, given = small_model(vocab_size=4096), batch(length=64)
+    for _ in range(2):
+        fitted = retape.fit(model, given, **about)
+        assert fitted.record.fused_loss
+        fitted.remove()
+    with_halved_logits(model.lm_head)
+    with pytest.raises(BudgetTooSmall, match="No plan fits"):  # it needs whole logits
+        retape.fit(model, given, **about)
+    assert not fused_loss.is_fused(model)
 
 
 # --- how large a chunk is ---------------------------------------------------------------------------------------------

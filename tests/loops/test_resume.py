@@ -101,6 +101,27 @@ def test_kill_at_every_phase(tmp_path, fuse, block):
     assert os.listdir(tmp_path) == []
 
 
+def run_with_a_tensor_twice(folder=None, *, fuse=None):
+    torch.manual_seed(0)
+    counts().left = fuse
+    weight, start = torch.randn(5, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+
+    def step(carry, x):
+        burn()
+        h = torch.tanh(carry[0] @ weight + carry[1].cos() * carry[0] + x)
+        return (h, h), (carry[0] * carry[1]).sum()
+
+    (h, _), ys = scan(step, (start, start), torch.randn(STEPS, 4, 5), resume=journal(folder), snapshots=4, block=1)
+    return torch.autograd.grad(h.sum() + ys.square().sum(), [weight, start])
+
+
+@pytest.mark.parametrize("fuse", [5, 39, 41, 60, 90])
+def test_a_tensor_that_is_twice_in_the_carry(tmp_path, fuse):
+    plain = run_with_a_tensor_twice()
+    killed(run_with_a_tensor_twice, tmp_path / "run", fuse)
+    assert equal(plain, run_with_a_tensor_twice(tmp_path / "run"))
+
+
 def test_the_work_before_the_kill_is_not_done_again(tmp_path):
     run_scan()
     whole = counts().runs

@@ -1,6 +1,7 @@
 """scan gives the gradients of the unrolled loop, bit for bit: over steps, containers, outputs, and what autograd is asked for."""
 
 import dataclasses
+import functools
 import operator
 from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from torch import nn
 
 import retape
 from retape import scan
+from retape.core.problem import Tier
 from retape.errors import RegionError, UnsupportedTransform
 from support.comparing import equal
 from support.loops import (
@@ -175,6 +177,37 @@ def test_gru_with_each_parameter_used_and_outputs_that_are_states(snapshots, blo
     step, tensors = gru()
     xs, carry = normal(13, 2, 3, grad=True), normal(2, 4, grad=True)
     assert_scan_as_plain(step, carry, xs, [*tensors, xs, carry], snapshots=snapshots, block=block)
+
+
+def given_twice(weight, h, x):
+    return (torch.tanh(h[0] @ weight + x), h[0]), (h[0] * h[1]).sum()
+
+
+def returned_twice(weight, h, x):
+    made = torch.tanh(h[0] @ weight + h[1] * h[0] + x)
+    return (made, made), made.sum() + h[1].sin().sum()
+
+
+def returned_twice_in_some_steps(weight, h, x):
+    made = torch.tanh(h[0] @ weight + h[1].cos() * h[0] + x)
+    return (made, made if x[0, 0] > 0 else made * 2), h[0].sum() * h[1].sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"tiers": [Tier(name="host")]}], ids=["device", "host"])
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("step", [given_twice, returned_twice, returned_twice_in_some_steps])
+def test_a_tensor_that_is_twice_in_the_carry(step, block, options):
+    """Its gradient has several parts in one step, which plain autograd sums one after the other."""
+    weight, start = normal(5, 5, grad=True), normal(4, 5, grad=True)
+    assert_scan_as_plain(
+        functools.partial(step, weight),
+        (start, start),
+        normal(17, 4, 5),
+        [weight, start],
+        snapshots=3,
+        block=block,
+        **options,
+    )
 
 
 def test_random_numbers_go_on_as_after_the_plain_loop():

@@ -198,6 +198,37 @@ def test_no_rows():
     assert torch.equal(w.grad, torch.zeros(3).double())
 
 
+ONE_NUMBER = {
+    "a loss": lambda head, x, y: F.cross_entropy(head(x), y, reduction="none"),
+    "a norm": lambda head, x, y: head(x).norm(dim=-1),
+    "a product with a vector": lambda head, x, y: x @ head.weight[0] + head.bias[0],
+    "with others": lambda head, x, y: (head(x), head(x).sum(-1)),
+}
+
+
+@pytest.mark.parametrize("count", [0, 1, 24])
+@pytest.mark.parametrize("name", ONE_NUMBER)
+def test_one_number_for_each_row(name, count):
+    seed()
+    head = nn.Linear(WIDTH, 5).double()
+    x, y = torch.randn(count, WIDTH).double().requires_grad_(), torch.randint(0, 5, (count,))
+    fn = functools.partial(ONE_NUMBER[name], head)
+
+    def joined(call, *rows, **options):
+        found = call(*rows, **options)
+        return found if isinstance(found, torch.Tensor) else torch.cat([found[0], found[1][:, None]], 1)
+
+    wanted = step(joined, fn, [x, y], list(head.parameters()))
+    got = step(functools.partial(joined, retape.tile), fn, [x, y], list(head.parameters()), tiles=4)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fn", [lambda x: x.sum(1).cumsum(0), lambda x: x.sum(1) / len(x)])
+def test_one_number_for_each_row_that_depends_on_others_is_refused(fn):
+    with pytest.raises(RegionError, match="does not treat rows independently"):
+        retape.tile(fn, torch.randn(24, WIDTH), tiles=4)
+
+
 def test_rows_that_need_no_gradient():
     seed()
     x, w = whole_numbers(8, 3, requires_grad=False), whole_numbers(3)

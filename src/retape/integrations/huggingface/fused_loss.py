@@ -2,7 +2,7 @@
 
 `fuse_loss(model)` puts hooks and a loss function on the model; where PEFT wraps it, the loss function is that of the model inside.
 In training with labels, the head returns `LazyLogits` (`lazy_logits.py`); the loss function computes the loss from them in slices,
-and the output's `.logits` is None. The rest of the model is unchanged.
+and the output's `.logits` is None. The rest of the model is unchanged. A head with hooks or a forward of its own computes whole logits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
 from retape.integrations.huggingface.lazy_logits import CHUNK_BYTES, COMPILED, TUNING, LazyLogits
+from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.planning.attach import original_class
 
 _LOG = logging.getLogger("retape")
@@ -48,6 +49,11 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
         raise InvalidInput(
             f"{type(model).__name__} has a loss function of its own; only the causal one can be fused with the head."
         )
+    changed = _changed_by(head)
+    if changed is not None:
+        raise InvalidInput(
+            f"The head of {type(model).__name__} has {changed}, which a loss in slices would leave out. Remove it, or do not fuse the loss."
+        )
     _remove_settings(head)
     if chunk_bytes is not None:
         setattr(head, CHUNK_BYTES, chunk_bytes)
@@ -64,18 +70,40 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
 
 
 def can_fuse_loss(model: nn.Module) -> bool:
-    """True if this is a model whose forward calls Transformers' causal loss, with a plain linear head, not fused yet."""
+    """True if this is a model whose forward calls Transformers' causal loss, with a plain linear head, not fused yet.
+
+    A head that does more because of hooks or a forward of its own is logged once: its loss stays as it is.
+    """
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    owner = _owner_of(model)
-    return (
-        owner is not None
-        and owner.loss_function is ForCausalLMLoss
-        and _calls_loss_function(type(owner))
-        and type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
-    )
+    owner, head = _owner_of(model), model.get_output_embeddings()  # type: ignore[operator]
+    if (
+        owner is None
+        or owner.loss_function is not ForCausalLMLoss
+        or not _calls_loss_function(type(owner))
+        or type(head) is not nn.Linear
+    ):
+        return False
+    return _is_plain(head)
+
+
+def _is_plain(head: nn.Linear) -> bool:
+    """True if a head returns its linear map and nothing changes its gradients; else log why once."""
+    changed = _changed_by(head)
+    if changed is not None:
+        log_not_fused_once(changed)
+    return changed is None
+
+
+def _changed_by(head: nn.Linear) -> str | None:
+    """Name what makes a head return something else than its linear map, or change its gradients; None if nothing does."""
+    forward = compiler_internals.uncompiled_function(vars(head).get("forward", nn.Linear.forward))
+    if getattr(forward, "__func__", forward) is not nn.Linear.forward:
+        return "a forward of its own"
+    hooks = hook_internals.hooks_beside_forward(head, after=_before_head)
+    return f"the hook {getattr(hooks[0], '__qualname__', type(hooks[0]).__qualname__)}" if hooks else None
 
 
 def _calls_loss_function(kind: type[nn.Module]) -> bool:
@@ -192,8 +220,12 @@ def _before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         _CALLS.heads[id(head)] = None
 
 
-def _before_head(head: nn.Module, args: tuple[Any, ...]) -> Any:
+@compiler_internals.uncompiled
+def _before_head(head: nn.Linear, args: tuple[Any, ...]) -> Any:
     if id(head) not in _CALLS.heads:
+        return None
+    if not _is_plain(head):  # since the loss was fused
+        del _CALLS.heads[id(head)]
         return None
     _CALLS.heads[id(head)] = args[0]
     return (args[0][:0],)  # no rows: the head's own forward costs nothing
@@ -221,3 +253,9 @@ _HOOKS = (_before_model, _before_head, _after_head, _after_model)
 def log_fused_once() -> None:
     """Log that outputs have no logits, once per process."""
     _LOG.warning("The loss is fused with the head: in training, with labels, the model's output has no .logits (None).")
+
+
+@cache
+def log_not_fused_once(changed: str) -> None:
+    """Log that whole logits are computed, once per process and reason."""
+    _LOG.warning("retape: the loss is not computed in slices: the head has %s, which needs whole logits.", changed)

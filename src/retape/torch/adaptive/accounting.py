@@ -405,12 +405,18 @@ class BudgetLimit:
             binding=what,
         )
 
-    def over_warning(self, what: str, peak_bytes: int) -> str:
-        """The warning for a peak that could not be predicted: it depends on the data, and no allocator refuses it."""
+    def over_warning(self, what: str, peak_bytes: int, *, is_new_size: bool) -> str:
+        """The warning for a peak that could not be predicted, and that no allocator refuses: of a new size, or it depends on the data."""
+        cause = (
+            "The bytes of a batch of a new size are known only once a step with it was measured; from now on one of this size or larger "
+            "that does not fit is an error."
+            if is_new_size
+            else "Bytes that depend on the data are known only once they are allocated; from now on there is room for as many."
+        )
         return (
             f"{what} took more than any like it before, by what was measured about {format_bytes(peak_bytes)} in all, which passes the "
-            f"budget of {format_bytes(self.bytes)}. Bytes that depend on the data are known only once they are allocated; from now on "
-            "there is room for as many. If the budget must never be passed, begin with the largest batch, or use a smaller budget."
+            f"budget of {format_bytes(self.bytes)}. {cause} If the budget must never be passed, begin with the largest batch, or use a "
+            "smaller budget."
         )
 
     def failed_after_collective(self, name: str, error: BaseException) -> BudgetTooSmall:

@@ -67,7 +67,7 @@ class StepCounts:
     reruns: int = 0
     rerun_seconds: float = 0.0
     out_of_memory: int = 0
-    over: int = 0
+    over: int = 0  # steps whose peak passed the budget
 
 
 @dataclass(slots=True)
@@ -78,6 +78,7 @@ class _StepState:
     number: int = 0  # of the next region
     position: int = 0  # the region at which the step is
     peak_bytes: int = 0
+    has_new_kinds: bool = False  # a region was called with sizes that it was never called with before
     measured_bytes: int | None = None  # the peak above the start, once it has been measured
     phase: tuple[StepPhase, RegionKind, int, int] | None = None  # the one that was entered last
     visits: list[RegionVisit] = field(default_factory=list)
@@ -155,6 +156,7 @@ class Governor:
         self.limit.count_fragments()
         peak = self.step.peak_bytes if above is None else self.limit.start_bytes + above
         self.counts.peaks.append(peak)
+        self.counts.over += peak > self.limit.bytes
         later = self.counts.measured > self.tuning.first_measured_steps
         if above is not None and not self.memory.counts_bytes and later:
             self.has_reached("The step", peak)
@@ -169,12 +171,16 @@ class Governor:
         measurement, self._measurement = self._measurement, None
         if measurement is None:
             return
-        root, self.step.measured_bytes = self.step.root, measurement.end(self.needs)
-        if self.step.measured_bytes is None:
+        root, above = self.step.root, measurement.end(self.needs)
+        if above is None or not measurement.is_complete:
             self.counts.measured -= 1  # another step is to be measured instead
-        elif root is not None:
+            if above is not None:
+                self.step.peak_bytes = self.limit.start_bytes + above
+            return
+        self.step.measured_bytes = above
+        if root is not None:
             mark = PhaseMark(phase=StepPhase.FORWARD, kind=root, number=0, held_bytes=0, gradient_bytes=0)
-            self.needs.learn(mark, 0, self.step.measured_bytes)
+            self.needs.learn(mark, 0, above)
 
     def _pause_after_backward(self) -> None:
         """Exclude what comes between this backward pass and the next step (an optimizer, another model) from the measurement."""
@@ -207,37 +213,37 @@ class Governor:
             self.evict(over)
             now = limit.live_bytes()
             if now + need.bytes > limit.bytes:
-                self._cannot_fit(phase, kind, need, now)
+                self._cannot_fit(need, now, (phase, kind, number, None if forward else saved_bytes))
         step.peak_bytes = max(step.peak_bytes, now + need.bytes)
         if self._measurement is not None:
             self._measurement.mark(phase, kind, number, limit.live_bytes())
 
     def has_reached(self, what: str, peak_bytes: int) -> None:
-        """Note a peak that was not predicted; if it passed the budget, count that and warn once."""
+        """Note a peak that was not predicted; if it passed the budget, warn once."""
         self.step.peak_bytes = max(self.step.peak_bytes, peak_bytes)
-        if peak_bytes <= self.limit.bytes:
-            return
-        self.counts.over += 1
-        if not self._warned_over:
+        if peak_bytes > self.limit.bytes and not self._warned_over:
             self._warned_over = True
-            _LOG.warning("retape: %s", self.limit.over_warning(what, peak_bytes))
+            _LOG.warning("retape: %s", self.limit.over_warning(what, peak_bytes, is_new_size=self.step.has_new_kinds))
 
     def evict(self, wanted_bytes: int) -> int:
         """Evict the regions with the lowest score; return the bytes that were freed."""
         pinned = self.step.pinned | {self.turn[0]}
         return self.regions.evict(wanted_bytes, self.step.position, pinned, backward=self.turn[0] >= 0)
 
-    def _cannot_fit(self, phase: StepPhase, kind: RegionKind, need: Need, now: int) -> None:
-        self.counts.over += 1
-        # An estimate may turn out to fit, and so may a step that is being measured.
+    def _cannot_fit(self, need: Need, now: int, of: tuple[StepPhase, RegionKind, int, int | None]) -> None:
+        known: int | None = need.bytes
         if not need.measured or self._measurement is not None:
+            # An estimate may turn out to fit, and so may a step that is being measured; what a smaller region needs does not.
+            known = None if self.memory.enforces_limit else self.needs.at_least(*of)
+        if known is None or now + known <= self.limit.bytes:
             return
-        if self.collectives.note_missing(now + need.bytes - self.limit.bytes):
+        if self.collectives.note_missing(now + known - self.limit.bytes):
             return
-        error = self.limit.too_small(
-            f"The {phase.value} of {kind.name}", now, need.bytes, collective_bytes=self.regions.collective_bytes()
-        )
+        what = f"The {of[0].value} of {of[1].name}"
+        error = self.limit.too_small(what, now, known, collective_bytes=self.regions.collective_bytes())
         if not self.memory.enforces_limit:
+            if self._measurement is not None:
+                self._measurement.fail()
             raise error
         if not self._warned_too_small:  # the allocator refuses what really does not fit
             _LOG.warning("retape: %s", error)
@@ -274,6 +280,7 @@ class Governor:
         kind, step = self.kinds.of(function, arguments, keywords, call.state), self.step
         visit = RegionVisit(kind)
         step.visits.append(visit)
+        step.has_new_kinds |= not kind.runs
         self.gradients.add(call.state)
         number, step.number = step.number, step.number + 1
         step.position = number

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retape.core.errors import StateChanged
+from retape.torch.adaptive.needs import is_within
 from retape.torch.capture import rng
-from retape.torch.capture.arguments import Signature, tensors_of
+from retape.torch.capture.arguments import tensors_of
 from retape.torch.capture.mutation import version_of
 from retape.torch.compat import compiler_internals, hook_internals, process_internals
 
@@ -76,7 +77,7 @@ class KnownSteps:
         known = self._whole_bytes.get(root.owner, {})
         if root in known:
             return known[root]
-        larger = [size for other, size in known.items() if _is_within(root.inputs, other.inputs)]
+        larger = [size for other, size in known.items() if is_within(root.inputs, other.inputs)]
         return min(larger, default=None)
 
 
@@ -146,6 +147,11 @@ class UnmanagedStep:
         known = self.expected[number].held_bytes + self._allowed_bytes
         return grown if grown > self._tuning.known_step_slack * known else 0
 
+    @property
+    def waits_for_backward(self) -> bool:
+        """True if the step ran without regions, and its backward has not begun."""
+        return self._without_backward > 0
+
     def stop(self) -> None:
         """Manage every region from here on."""
         self.expected = None
@@ -188,17 +194,3 @@ class UnmanagedCall:
                 f"Region {name} ran out of memory after it had changed an argument in place, so it cannot be run again from the start. "
                 "Give the region a copy (.clone()), or a smaller batch."
             ) from self.failure
-
-
-def _is_within(one: Signature, other: Signature) -> bool:
-    """True if a call has the same tensors as another, none of them larger in any dimension."""
-    return len(one) == len(other) and all(map(_part_is_within, one, other))
-
-
-def _part_is_within(one: Any, other: Any) -> bool:
-    if not (isinstance(one, tuple) and isinstance(other, tuple)):
-        return bool(one == other)
-    sizes, wanted = one[0], other[0]
-    return (
-        len(sizes) == len(wanted) and one[1:3] == other[1:3] and all(a <= b for a, b in zip(sizes, wanted, strict=True))
-    )

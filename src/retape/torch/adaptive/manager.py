@@ -79,10 +79,10 @@ def adaptive(
 class AdaptiveStats:
     """The cost of a live budget so far.
 
-    `peak_bytes` has one number per step, everything counted: measured if the step was, else predicted. `over_budget` counts moments at
-    which something not seen before, or nothing left to drop, passed the budget. `plain_steps` ran without regions, because a step like
-    them was known to fit; so did `plain_regions` of all `regions`. `moved_bytes` were copied to the host. `fragment_bytes` is the most
-    that the allocator had free inside its own blocks and could not give back, when a step ended or it ran out (0 on the CPU).
+    `peak_bytes` has one number per step, everything counted: measured if the step was, else predicted. `over_budget` counts the steps
+    whose peak passed the budget. `plain_steps` ran without regions, because a step like them was known to fit; so did `plain_regions` of
+    all `regions`. `moved_bytes` were copied to the host. `fragment_bytes` is the most that the allocator had free inside its own blocks
+    and could not give back, when a step ended or it ran out (0 on the CPU).
     """
 
     budget_bytes: int
@@ -105,12 +105,12 @@ class AdaptiveStats:
     def __str__(self) -> str:
         """The numbers as a table, without those that stayed 0."""
         highest, last = (max(self.peak_bytes), self.peak_bytes[-1]) if self.peak_bytes else (0, 0)
-        times = f"{self.over_budget} times" if self.over_budget != 1 else "once"
+        steps = f"in {self.over_budget} steps" if self.over_budget != 1 else "in one step"
         rows = (
             ("budget", format_bytes(self.budget_bytes)),
             ("before a step", format_bytes(self.base_bytes)),
             ("peak", f"{format_bytes(highest)} at most, {format_bytes(last)} in the last step"),
-            ("over the budget", times if self.over_budget else "never"),
+            ("over the budget", steps if self.over_budget else "never"),
             ("steps", f"{self.steps}: {self.weighed_steps} measured, {self.plain_steps} without regions"),
             ("regions", f"{self.regions}: {self.plain_regions} called plainly"),
             ("evictions", f"{self.evictions}: {format_bytes(self.evicted_bytes)}"),
@@ -172,7 +172,7 @@ class Adaptive:
         tuning: AdaptiveTuning | None = None,
         instruments: AdaptiveInstruments | None = None,
     ) -> None:
-        self._budget, self._host, self._progress = budget, host, progress
+        self._model, self._budget, self._host, self._progress = model, budget, host, progress
         self._watched = WatchedSteps(model, group)
         self._block: StepWatch | None = None  # where a block without a model was entered
         self._tuning, self._instruments = tuning or AdaptiveTuning(), instruments or AdaptiveInstruments()
@@ -255,6 +255,8 @@ class Adaptive:
         if not torch.is_grad_enabled() or managed_elsewhere():
             return plain_call(*args, **keywords)
         args, keywords, _ = LIBRARIES.region_arguments(module, args, keywords)
+        if THREAD.runner is not self.governor and not THREAD.runs:
+            self._begin_part((args, keywords))
         if self._unmanaged.expected is not None and not THREAD.runs:
             done = self._run_unmanaged(plain_call, args, keywords)
             if done is not None:
@@ -338,12 +340,32 @@ class Adaptive:
             governor.limit.open()  # the forward before may have been in a block that is over
             governor.collectives.begin_call(governor.limit, fits_whole=False)
             return
+        self._open_step(root, batch)
+        fits_whole = root is not None and self._unmanaged.known.fits(root, governor.left_bytes)
+        governor.collectives.begin_call(governor.limit, fits_whole=fits_whole)
+        self._start_step(root)
+
+    def _begin_part(self, batch: Any) -> None:
+        """Begin a step at a region that is called without the model, unless the step before has not been through backward yet.
+
+        Ranks agree about nothing here: they drop all regions with collectives.
+        """
+        if self.governor.regions or self._unmanaged.waits_for_backward:
+            return
+        if self._model is not None and self.governor.kinds.knows_training:
+            self._note_trained(self._model)
+        self._open_step(None, batch)
+        self._start_step(None)
+
+    def _open_step(self, root: RegionKind | None, batch: Any) -> None:
         self._end_step()
+        governor = self.governor
         self._in_step = True
         self._evictions_before, self._failures_before = governor.regions.evictions, governor.counts.out_of_memory
         governor.begin_step(root, batch)
-        fits_whole = root is not None and self._unmanaged.known.fits(root, governor.left_bytes)
-        governor.collectives.begin_call(governor.limit, fits_whole=fits_whole)
+
+    def _start_step(self, root: RegionKind | None) -> None:
+        governor = self.governor
         governor.start(measure=self._wants_measuring(root))
         may_run_unmanaged = not self._plan and not governor.is_measuring and governor.collectives.holds_everything
         above = self._unmanaged.begin(root if may_run_unmanaged else None, governor.left_bytes)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from retape.torch.adaptive.accounting import ParameterGradients, StorageAccount
     from retape.torch.adaptive.drop_levels import DropLevel, DropLevelPlanner
     from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
-    from retape.torch.measure.memory_meter import MemoryTracker
+    from retape.torch.measure.memory_meter import MemoryReading, MemoryTracker
 
 
 class Rerun(IntEnum):
@@ -132,6 +132,11 @@ class RegionKinds:
         trained = tuple([parameter.requires_grad for parameter in parameters])
         before, self._training = self._training, self._trainings.setdefault(trained, len(self._trainings))
         return before != self._training
+
+    @property
+    def knows_training(self) -> bool:
+        """True once `train` was called: a whole model is known."""
+        return self._training is not None
 
     def of(
         self, function: Callable[..., Any], arguments: Any, keywords: dict[str, Any], weights: Iterable[Tensor] = ()
@@ -252,6 +257,24 @@ class Needs:
         more = int(max(0, found.bytes) * (saved_bytes / most - 1)) if most else saved_bytes
         return Need(bytes=found.bytes + more, measured=found.measured and close, covered=close)
 
+    def at_least(self, phase: StepPhase, kind: RegionKind, number: int, saved_bytes: int | None = None) -> int | None:
+        """The bytes that were measured for such a phase of regions with the same code and weights and no larger input; None if none.
+
+        Those that saved more than `saved_bytes` do not count: what they saved depends on the data.
+        """
+        if phase is StepPhase.RERUN and number != Rerun.ALL_SLOTS:
+            return None  # kinds of other sizes drop other slots
+        place = self._numbered(phase, number)
+        smaller = [
+            self._exact[phase, other, place]
+            for other in self._measured - self._provisional
+            if (phase, other, place) in self._exact
+            and other.owner == kind.owner
+            and is_within(other.inputs, kind.inputs)
+            and (saved_bytes is None or self._saved_bytes.get(other, 0) <= saved_bytes)
+        ]
+        return max(smaller, default=None)
+
     def _of(self, phase: StepPhase, kind: RegionKind, number: int) -> Need:
         key = (phase, kind, self._numbered(phase, number))
         known = self._exact.get(key)
@@ -322,6 +345,20 @@ class Needs:
         return min(number, self._tuning.numbered_regions) if phase is StepPhase.BACKWARD else 0
 
 
+def is_within(one: Signature, other: Signature) -> bool:
+    """True if a call has the same tensors as another, none of them larger in any dimension."""
+    return len(one) == len(other) and all(map(_part_is_within, one, other))
+
+
+def _part_is_within(one: Any, other: Any) -> bool:
+    if not (isinstance(one, tuple) and isinstance(other, tuple)):
+        return bool(one == other)
+    sizes, wanted = one[0], other[0]
+    return (
+        len(sizes) == len(wanted) and one[1:3] == other[1:3] and all(a <= b for a, b in zip(sizes, wanted, strict=True))
+    )
+
+
 # --- measuring a step ----------------------------------------------------------------------------------------------
 
 _PAUSE = "pause"
@@ -345,6 +382,7 @@ class StepMeasurement:
         self._marks: list[PhaseMark] = []
         self._saved_bytes: dict[RegionKind, int] = {}
         self._held_by_user: list[tuple[StorageWeakRef, int]] = []  # when the last phase began
+        self.is_complete = True
         self._stack = ExitStack()
         self._tracker: MemoryTracker = self._stack.enter_context(instruments.track_memory(account.device))
 
@@ -402,6 +440,11 @@ class StepMeasurement:
         self._held_by_user = []
         self._tracker.mark(_PAUSE)
 
+    def fail(self) -> None:
+        """Learn nothing from this step, which an error ends. The profiler goes on: it cannot be stopped inside backward."""
+        self.pause()
+        self.is_complete = False
+
     def end(self, needs: Needs) -> int | None:
         """Learn from the step; return its peak above the start, or None if another profiler took the tracker's place."""
         BACKGROUND_TRACKERS.remove(self._interrupt)
@@ -412,11 +455,15 @@ class StepMeasurement:
         except InvalidInput:
             return None
         readings = self._tracker.readings
+        if self.is_complete:
+            self._learn(needs, readings)
+        paused = [False, *(reading.label == _PAUSE for reading in readings)]
+        return max((r.peak_bytes for r, skipped in zip(readings, paused, strict=False) if not skipped), default=0)
+
+    def _learn(self, needs: Needs, readings: list[MemoryReading]) -> None:
         begins = {reading.label: i for i, reading in enumerate(readings) if isinstance(reading.label, int)}
         needs.begin({mark.kind for mark in self._marks}, self._saved_bytes)
         for number, mark in enumerate(self._marks):
             at = begins.get(number)
             if at is not None and at + 1 < len(readings):
                 needs.learn(mark, readings[at].live_bytes, readings[at + 1].peak_bytes)
-        paused = [False, *(reading.label == _PAUSE for reading in readings)]
-        return max((r.peak_bytes for r, skipped in zip(readings, paused, strict=False) if not skipped), default=0)

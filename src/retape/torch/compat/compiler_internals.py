@@ -23,6 +23,14 @@ def is_compiled(value: Any) -> bool:
     )
 
 
+def uncompiled_function(function: Any) -> Any:
+    """Return the function from which torch.compile made another; a function that it did not make is returned as it is."""
+    found = getattr(function, "_torchdynamo_orig_callable", function)
+    # Around a function of PyTorch's own, the compiler puts one that it can trace.
+    is_around = getattr(found, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils"
+    return found.__wrapped__ if is_around else found
+
+
 def compiler_is_on() -> bool:
     """True if frames entered now would be compiled: a compiled caller has broken its graph to call this."""
     return _compiler_callback() is not None

@@ -137,6 +137,18 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def hooks_beside_forward(module: torch.nn.Module, *, after: Callable[..., Any] | None = None) -> list[Any]:
+    """Return the hooks of a module that may change its output or its gradients, but for those of retape.
+
+    Hooks before the forward are among them if they run later than the hook `after`.
+    """
+    before = list(module._forward_pre_hooks.values())
+    later = before[before.index(after) + 1 :] if after in before else []
+    others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [*later, *(hook for each in others for hook in each.values())]
+    return [hook for hook in hooks if not _module_of(hook).startswith("retape.")]
+
+
 class HeldBack:
     """Removal, until `put_back`, of a leaf's hooks that run after its gradient is accumulated, such as optimizers in backward.
 

@@ -327,6 +327,7 @@ class Resume:
             {
                 "leaves": [None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
                 "needs_grad": list(snapshot.state.needs_grad),
+                "same_as": snapshot.state.same_as and list(snapshot.state.same_as),
                 "tokens": list(snapshot.tokens),
                 "hidden": [indices, values, sorted(self._side_state.changed)],
                 "rows": [self._written_rows, plain, [] if ys is None else list(ys.needs_grad)],
@@ -387,7 +388,9 @@ class Resume:
         if max((*indices, *values, *changed), default=-1) >= self._side_state.places:
             raise SnapshotLost("its step keeps state in places that do not exist now")
         side_state = self._side_state.imported(indices, entry.tensors["hidden"], values)
-        state = State(leaves, self._model.spec, tuple(entry.values["needs_grad"]))
+        same_as = entry.values.get("same_as")  # a journal of before has none
+        needs_grad = tuple(entry.values["needs_grad"])
+        state = State(leaves, self._model.spec, needs_grad, None if same_as is None else tuple(same_as))
         return LoopSnapshot(state, entry.values["tokens"], side_state)
 
     # --- the backward pass -------------------------------------------------------------------------------------

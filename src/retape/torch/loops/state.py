@@ -98,15 +98,35 @@ def _is_dataclass(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
+def first_places(leaves: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return for each leaf the place of the first one that is the same object; None if all of them differ."""
+    numbers = list(map(id, leaves))
+    if len(set(numbers)) == len(numbers):
+        return None
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(number, place) for place, number in enumerate(numbers)])
+
+
 class State:
-    """The carry before a step, detached. `needs_grad`: the leaves that would require gradients in the plain loop."""
+    """The carry before a step, detached. `needs_grad`: the leaves that would require gradients in the plain loop.
 
-    __slots__ = ("_versions", "leaves", "needs_grad", "spec")
+    `same_as` is None, or has for each leaf the place of the first one that was the same tensor: those are one input of the graph, so that
+    the parts of its gradient are summed in the order of plain autograd.
+    """
 
-    def __init__(self, leaves: Sequence[Any], spec: Spec, needs_grad: tuple[bool, ...] | None = None) -> None:
+    __slots__ = ("_versions", "leaves", "needs_grad", "same_as", "spec")
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        spec: Spec,
+        needs_grad: tuple[bool, ...] | None = None,
+        same_as: tuple[int, ...] | None = None,
+    ) -> None:
         if needs_grad is None:
             needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
-        self.needs_grad = needs_grad
+            same_as = first_places(leaves)
+        self.needs_grad, self.same_as = needs_grad, same_as
         self.leaves: list[Any] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.spec = spec
         self._versions = versions_of(self.leaves)
@@ -117,7 +137,7 @@ class State:
 
     def with_leaves(self, leaves: Sequence[Any]) -> State:
         """Return a state of the same structure with other leaves."""
-        return State(leaves, self.spec, self.needs_grad)
+        return State(leaves, self.spec, self.needs_grad, self.same_as)
 
     def emptied(self) -> State:
         """Return a state of the same structure that holds nothing."""
@@ -125,10 +145,11 @@ class State:
 
     def fresh(self) -> list[Any]:
         """Return the leaves as new autograd leaves."""
-        return [
+        made = [
             leaf.detach().requires_grad_() if needed else leaf
             for leaf, needed in zip(self.leaves, self.needs_grad, strict=True)
         ]
+        return made if self.same_as is None else [made[place] for place in self.same_as]
 
     def modified_leaf(self) -> int | None:
         """Return the index of the first leaf that was modified in place since this state was made, if any."""

@@ -20,7 +20,16 @@ from retape.torch.capture import ambient, rng
 from retape.torch.capture.mutation import versions_of
 from retape.torch.engine import context
 from retape.torch.loops.plan import StepCost
-from retape.torch.loops.state import Spec, State, check_same_kind, checksum_of, flatten, storage_bytes, unflatten
+from retape.torch.loops.state import (
+    Spec,
+    State,
+    check_same_kind,
+    checksum_of,
+    first_places,
+    flatten,
+    storage_bytes,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from retape.torch.loops.side_state import SideState
@@ -97,6 +106,11 @@ class TapedSteps(NamedTuple):
                     given[index] = None
         groups = [self.carry_in, *[step.xs for step in self.steps if xs_wanted], list(captured)]
         wanted = [[isinstance(leaf, Tensor) and leaf.requires_grad for leaf in group] for group in groups]
+        same_as = first_places(self.carry_in)
+        if same_as is not None:  # the gradient of a tensor that is there twice is given once
+            wanted[0] = [
+                needed and place == first for place, (needed, first) in enumerate(zip(wanted[0], same_as, strict=True))
+            ]
         inputs = list(compress(chain.from_iterable(groups), chain.from_iterable(wanted)))
         found: Sequence[Tensor | None] = [None] * len(inputs)
         if ends and inputs:
@@ -338,6 +352,8 @@ class Body:
                 leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
                 for leaf in out
             ]
+            same_as = first_places(out)
+            carry = carry if same_as is None else [carry[place] for place in same_as]
             del out  # frees the graph of this step before the next one builds its own
         self._check_kind(state, start, carry, spec)
         return State(carry, spec)

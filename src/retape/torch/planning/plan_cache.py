@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retape.core.errors import RetapeError
+from retape.core.errors import InvalidInput, RetapeError
 from retape.core.fit_record import FitRecord
 from retape.core.problem import BudgetKind
 from retape.torch.capture.arguments import signature
@@ -148,10 +148,8 @@ def confirmed(
     """
     check = _Check(trials, record, regions, budget)
     with trials.sandboxed():
-        if record.fused_loss:
-            room_bytes = record.budget_bytes - record.measured.base_bytes
-            with trials.sandbox.kept_changes():
-                LIBRARIES.fuse_loss(trials.root, room_bytes=room_bytes, compiled=record.assignment.is_compiled)
+        if record.fused_loss and not _is_fused_again(trials, record):
+            return None
         found = check.inside(executors[0])
         if found is not None and trials.has_two_kinds and (record.accumulating is None or record.accumulating.fits):
             with trials.accumulating():
@@ -163,6 +161,17 @@ def confirmed(
             with trials.sandbox.kept_changes():
                 LIBRARIES.unfuse_loss(trials.root)
     return None
+
+
+def _is_fused_again(trials: StepTrials, record: FitRecord) -> bool:
+    """Fuse the loss as the plan had it; return whether that is possible: the head may have hooks by now."""
+    room_bytes = record.budget_bytes - record.measured.base_bytes
+    try:
+        with trials.sandbox.kept_changes():
+            LIBRARIES.fuse_loss(trials.root, room_bytes=room_bytes, compiled=record.assignment.is_compiled)
+    except InvalidInput:
+        return False
+    return True
 
 
 class _Check:

@@ -282,7 +282,7 @@ class _RowCheck:
                 )
 
     def _many_rows_differ(self, one: Tensor, other: Tensor) -> bool:
-        differing = self._differs(one, other).movedim(self._dim, 0).flatten(1).any(1)
+        differing = self._differs(one, other).movedim(self._dim, 0).unsqueeze(-1).flatten(1).any(1)
         return bool(differing.double().mean() > TUNING.max_differing_rows)
 
     def _differs(self, one: Tensor, other: Tensor) -> Tensor:

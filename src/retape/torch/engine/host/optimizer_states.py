@@ -10,7 +10,7 @@ it found earlier) finds all states on the device, which is right, and needs thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
@@ -58,6 +58,7 @@ class HostStates:
         self._step = BucketStep(optimizer, _FLAG)
         self._leaving: Flight | None = None  # states of the bucket that was updated last
         self._in_step = False
+        self._moved_back: dict[tuple[Tensor, str], Any] = {}  # for a step that does not come through `optimizer.step`
         self._removed = False
         try:
             self._move_out()
@@ -77,6 +78,15 @@ class HostStates:
     def host_bytes(self) -> int:
         """Bytes of the states that wait on the host."""
         return sum(value.nbytes for value in self._host.values())
+
+    def at_rest(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state with the host tensors of those that were moved back for a step."""
+        moved = self._moved_back
+        places = {name: (parameter, name) for name in state}
+        return {
+            name: self._host[place] if place in moved and moved[place] is state[name] else state[name]
+            for name, place in places.items()
+        }
 
     def remove(self) -> None:
         """Copy all states back to the device and restore `optimizer.step`."""
@@ -247,9 +257,11 @@ class HostStates:
     def _before_other_step(self) -> None:
         if not self._in_step:
             self._move_back()
+            self._moved_back = {(p, name): self._optimizer.state.get(p, {}).get(name) for p, name in self._host}
 
     def _after_other_step(self) -> None:
         if not self._in_step:
+            self._moved_back = {}
             self._move_out()
 
 

@@ -159,15 +159,19 @@ class ConsumedGradient(Tensor):
 
 
 class _Consumed(NamedTuple):
-    """A weight that was updated in backward, as the update left it."""
+    """A weight that was updated in backward and its state, as the update left them."""
 
     parameter: Tensor
     version: int
     address: int
+    state: tuple[int, dict[str, Any]]
 
     @classmethod
-    def now(cls, parameter: Tensor) -> _Consumed:
-        return cls(parameter, parameter._version, parameter.data_ptr())
+    def now(cls, parameter: Tensor, optimizer: Optimizer, states: HostStates | None) -> _Consumed:
+        state = optimizer.state.get(parameter)
+        values = (state or {}) if states is None else states.at_rest(parameter, state or {})
+        compared = {name: _comparable(value) for name, value in values.items()}
+        return cls(parameter, parameter._version, parameter.data_ptr(), (id(state), compared))
 
 
 class StepInBackward:
@@ -197,6 +201,7 @@ class StepInBackward:
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._before_load()),
         ]
 
     def remove(self) -> None:
@@ -247,7 +252,7 @@ class StepInBackward:
     def _consume(self, bucket: Bucket) -> None:
         increment_version(bucket.parameters)
         for parameter in bucket.parameters:
-            self._consumed[id(parameter)] = _Consumed.now(parameter)
+            self._consumed[id(parameter)] = _Consumed.now(parameter, self._optimizer, self._states)
             parameter.grad = ConsumedGradient(parameter)
 
     # --- in the loop's own step ---------------------------------------------------------------------------------------
@@ -289,11 +294,7 @@ class StepInBackward:
                 f"Gradients were removed (zero_grad) or replaced between backward and optimizer.step(), and weights were updated by then "
                 f"({_FLAG}). Remove them before backward, or after the step; continue from the last saved state."
             )
-        if any(_Consumed.now(each.parameter) != each for each in self._consumed.values()):
-            raise InvalidInput(
-                f"Weights were written to between backward and optimizer.step(), and were updated by then ({_FLAG}): the order of both "
-                "matters. Write to them before the forward, or after the step; continue from the last saved state."
-            )
+        self._refuse_changes()
         rest = self._gradients.take_rest()
         if rest:
             self._update(rest)
@@ -302,6 +303,29 @@ class StepInBackward:
             self._states.finish()
         for each in self._consumed.values():
             each.parameter.grad = None  # the optimizer's own step has nothing to do for it
+
+    def _refuse_changes(self) -> None:
+        """Raise if a weight that was updated in backward, or its state, was changed since."""
+        before = list(self._consumed.values())
+        now = [_Consumed.now(each.parameter, self._optimizer, self._states) for each in before]
+        if any(one.state != other.state for one, other in zip(before, now, strict=True)):
+            raise InvalidInput(
+                f"States of the optimizer (momentum) were changed between backward and optimizer.step(), and weights were updated with "
+                f"what they were before ({_FLAG}). Change them before backward, or after the step; continue from the last saved state."
+            )
+        if before != now:
+            raise InvalidInput(
+                f"Weights were written to between backward and optimizer.step(), and were updated by then ({_FLAG}): the order of both "
+                "matters. Write to them before the forward, or after the step; continue from the last saved state."
+            )
+
+    def _before_load(self) -> None:
+        if self._consumed:
+            raise InvalidInput(
+                f"optimizer.load_state_dict() was called between backward and optimizer.step(), and weights were updated with the states "
+                f"from before ({_FLAG}). Call it before backward or after the step. To give up this step and continue from a saved state, "
+                "call remove() of the fit first, then load weights and states, and fit again."
+            )
 
     def _after_step(self) -> None:
         for each in self._consumed.values():
@@ -312,5 +336,7 @@ class StepInBackward:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting as a value to compare: a tensor by its identity and version."""
+    """Return a setting or a state as a value to compare: a tensor by its identity and version."""
+    if isinstance(value, (list, tuple)):
+        return [_comparable(part) for part in value]
     return (id(value), value._version, value) if isinstance(value, Tensor) else value
