@@ -36,6 +36,14 @@ SMALL = {
     "attn_implementation": "eager",
 }
 GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.1}
+OPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "ffn_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+}
 MODELS = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", SMALL),
     "GPT2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
@@ -45,6 +53,7 @@ MODELS = {
     "Phi (bias)": ("PhiForCausalLM", "PhiConfig", SMALL),
     "Gemma2 (soft cap)": ("Gemma2ForCausalLM", "Gemma2Config", {**SMALL, "final_logit_softcapping": 5.0}),
     "Cohere (scale)": ("CohereForCausalLM", "CohereConfig", {**SMALL, "logit_scale": 0.25}),
+    "OPT (contiguous)": ("OPTForCausalLM", "OPTConfig", OPT),
     "Granite (divisor)": ("GraniteForCausalLM", "GraniteConfig", {**SMALL, "logits_scaling": 4.0}),
 }
 

@@ -65,10 +65,13 @@ class Stubborn(torch.optim.SGD):
         raise KeyError("needs a closure")
 
 
-@pytest.mark.parametrize("kind", [Stubborn, torch.optim.Adafactor], ids=["stubborn", "adafactor"])
+@pytest.mark.parametrize("kind", [Stubborn, torch.optim.Adafactor, torch.optim.ASGD])
 def test_an_optimizer_that_cannot_be_tried(kind):
-    """Adafactor looks at its values, and there are none yet."""
-    remedy = r"Step it once before fitting; or give optimizer=None \(fit or FitCallback\).* as Budget.activations"
+    """Adafactor and ASGD look at their values, and there are none yet."""
+    remedy = (
+        "Step it once before fitting; or, without OPTIMIZER_ON_HOST and OPTIMIZER_IN_BACKWARD, give optimizer=None "
+        r"\(fit or FitCallback\).* as Budget.activations"
+    )
     with pytest.raises(InvalidInput, match=r"is not known before its first step .*" + remedy):
         pending_optimizer_bytes(kind(model().parameters(), lr=0.1), CPU)
 

@@ -1,7 +1,7 @@
 """LazyLogits that are only described: the ops between head and loss are recorded, for a loss that is computed in slices.
 
-Multiplying, dividing and tanh are recorded: the scales and soft caps of Transformers' models. Anything else raises an error, because
-the values do not exist.
+Multiplying, dividing and tanh are recorded: the scales and soft caps of Transformers' models; `.float()` and `.contiguous()` do nothing.
+Anything else raises an error, because the values do not exist.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ class LazyLogits:
 
     def float(self) -> LazyLogits:
         """Return itself: the loss is computed in float32 in any case."""
+        return self
+
+    def contiguous(self) -> LazyLogits:
+        """Return itself: there is no memory to arrange."""
         return self
 
     def tanh(self) -> LazyLogits:

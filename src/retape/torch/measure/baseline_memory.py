@@ -123,7 +123,8 @@ def pending_optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: tor
     except Exception as error:
         raise InvalidInput(
             f"The size of {type(optimizer).__name__}'s state is not known before its first step ({error}). "
-            "Step it once before fitting; or give optimizer=None (fit or FitCallback) and the rest of the memory as Budget.activations."
+            "Step it once before fitting; or, without OPTIMIZER_ON_HOST and OPTIMIZER_IN_BACKWARD, give optimizer=None (fit or "
+            "FitCallback) and the rest of the memory as Budget.activations."
         ) from error
     leaves = [leaf for leaf in pytree.tree_leaves(list(trial.state.values())) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if leaf.device.type == "meta")
