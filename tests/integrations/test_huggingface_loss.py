@@ -13,7 +13,7 @@ import retape
 from retape.api import Fit
 from retape.core.problem import Budget
 from retape.errors import BudgetTooSmall, InvalidInput
-from retape.integrations.huggingface import fused_loss
+from retape.integrations.huggingface import fused_loss, lazy_logits
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.plan_search import PlanSearch
 from retape.torch.planning.profiles.step_profiles import StepProfiles
@@ -300,7 +300,7 @@ def test_a_head_that_does_more_after_the_loss_was_fused_has_whole_logits(change,
     model = fuse_loss(small_model())
     assert model(**given).logits is None
     change(model.lm_head)
-    fused_loss.log_not_fused_once.cache_clear()
+    lazy_logits.log_not_fused_once.cache_clear()
     for _ in range(2):
         torch.testing.assert_close(loss_and_gradients(model, lambda: model(**given).loss), wanted, rtol=0, atol=0)
     assert caplog.text.count("not computed in slices: the head has") == 1

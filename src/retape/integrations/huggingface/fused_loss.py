@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.integrations.huggingface.lazy_logits import CHUNK_BYTES, COMPILED, TUNING, LazyLogits
-from retape.torch.compat import compiler_internals, hook_internals
+from retape.integrations.huggingface.lazy_logits import CHUNK_BYTES, COMPILED, TUNING, LazyLogits, changed_by, is_plain
+from retape.torch.compat import compiler_internals
 from retape.torch.planning.attach import original_class
 
 _LOG = logging.getLogger("retape")
@@ -49,7 +49,7 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
         raise InvalidInput(
             f"{type(model).__name__} has a loss function of its own; only the causal one can be fused with the head."
         )
-    changed = _changed_by(head)
+    changed = changed_by(head, _before_head)
     if changed is not None:
         raise InvalidInput(
             f"The head of {type(model).__name__} has {changed}, which a loss in slices would leave out. Remove it, or do not fuse the loss."
@@ -86,24 +86,7 @@ def can_fuse_loss(model: nn.Module) -> bool:
         or type(head) is not nn.Linear
     ):
         return False
-    return _is_plain(head)
-
-
-def _is_plain(head: nn.Linear) -> bool:
-    """True if a head returns its linear map and nothing changes its gradients; else log why once."""
-    changed = _changed_by(head)
-    if changed is not None:
-        log_not_fused_once(changed)
-    return changed is None
-
-
-def _changed_by(head: nn.Linear) -> str | None:
-    """Name what makes a head return something else than its linear map, or change its gradients; None if nothing does."""
-    forward = compiler_internals.uncompiled_function(vars(head).get("forward", nn.Linear.forward))
-    if getattr(forward, "__func__", forward) is not nn.Linear.forward:
-        return "a forward of its own"
-    hooks = hook_internals.hooks_beside_forward(head, after=_before_head)
-    return f"the hook {getattr(hooks[0], '__qualname__', type(hooks[0]).__qualname__)}" if hooks else None
+    return is_plain(head, _before_head)
 
 
 def _calls_loss_function(kind: type[nn.Module]) -> bool:
@@ -224,7 +207,7 @@ def _before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 def _before_head(head: nn.Linear, args: tuple[Any, ...]) -> Any:
     if id(head) not in _CALLS.heads:
         return None
-    if not _is_plain(head):  # since the loss was fused
+    if not is_plain(head, _before_head):  # since the loss was fused
         del _CALLS.heads[id(head)]
         return None
     _CALLS.heads[id(head)] = args[0]
@@ -253,9 +236,3 @@ _HOOKS = (_before_model, _before_head, _after_head, _after_model)
 def log_fused_once() -> None:
     """Log that outputs have no logits, once per process."""
     _LOG.warning("The loss is fused with the head: in training, with labels, the model's output has no .logits (None).")
-
-
-@cache
-def log_not_fused_once(changed: str) -> None:
-    """Log that whole logits are computed, once per process and reason."""
-    _LOG.warning("retape: the loss is not computed in slices: the head has %s, which needs whole logits.", changed)

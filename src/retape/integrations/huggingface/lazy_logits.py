@@ -6,13 +6,17 @@ Anything else raises an error, because the values do not exist.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
+from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.slicing.linear_cross_entropy import (
     linear_cross_entropy,
     loss_is_compiled,
@@ -22,6 +26,7 @@ from retape.torch.slicing.linear_cross_entropy import (
 )
 from retape.torch.slicing.linear_layers import wide
 
+_LOG = logging.getLogger("retape")
 CHUNK_BYTES = "_retape_chunk_bytes"  # attribute of a head: the most bytes that the buffers of a chunk may take
 COMPILED = "_retape_compiled_loss"  # attribute of a head: True if the ops between matrix products may be compiled
 
@@ -128,3 +133,32 @@ def _refused(what: str) -> InvalidInput:
         f"The model would {what} between head and loss, and its logits do not exist: its loss is fused with its head. Multiplying "
         "with numbers, dividing by them and tanh are supported. Undo the fusing for this model (unfuse_loss)."
     )
+
+
+# --- heads --------------------------------------------------------------------------------------------------------------
+
+
+def is_plain(head: nn.Linear, last: Callable[..., Any]) -> bool:
+    """True if a head returns its linear map and nothing changes its gradients; else log why once."""
+    changed = changed_by(head, last)
+    if changed is not None:
+        log_not_fused_once(changed)
+    return changed is None
+
+
+def changed_by(head: nn.Linear, last: Callable[..., Any]) -> str | None:
+    """Name what makes a head return something else than its linear map, or change its gradients; None if nothing does.
+
+    `last` is the hook before the forward that must be the last one.
+    """
+    forward = compiler_internals.uncompiled_function(vars(head).get("forward", nn.Linear.forward))
+    if getattr(forward, "__func__", forward) is not nn.Linear.forward:
+        return "a forward of its own"
+    hooks = hook_internals.hooks_beside_forward(head, after=last)
+    return f"the hook {getattr(hooks[0], '__qualname__', type(hooks[0]).__qualname__)}" if hooks else None
+
+
+@cache
+def log_not_fused_once(changed: str) -> None:
+    """Log that whole logits are computed, once per process and reason."""
+    _LOG.warning("retape: the loss is not computed in slices: the head has %s, which needs whole logits.", changed)
