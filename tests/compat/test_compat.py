@@ -1157,6 +1157,19 @@ def test_hooks_beside_forward(register):
     assert hook_internals.hooks_beside_forward(module, after=identity) == [later, hook]
 
 
+def test_remove_forward_hooks():
+    calls = []
+    module, mine, other = torch.nn.Linear(2, 2), lambda *_: calls.append("mine"), lambda *_: calls.append("other")
+    module.register_forward_pre_hook(mine, with_kwargs=True)
+    module.register_forward_hook(mine, with_kwargs=True, always_call=True)
+    module.register_forward_hook(other)
+    hook_internals.remove_forward_hooks(module, (mine,))
+    module(torch.ones(2))
+    with pytest.raises(RuntimeError, match="shapes"):
+        module(torch.ones(3))
+    assert calls == ["other"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_heldback():
     from torch.distributed.optim import _apply_optimizer_in_backward

@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import logging
 import threading
-from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -70,10 +69,7 @@ def fuse_loss(model: nn.Module, *, chunk_bytes: int | None = None, compiled: boo
 
 
 def can_fuse_loss(model: nn.Module) -> bool:
-    """True if this is a model whose forward calls Transformers' causal loss, with a plain linear head, not fused yet.
-
-    A head that does more because of hooks or a forward of its own is logged once: its loss stays as it is.
-    """
+    """True if a model's forward calls Transformers' causal loss, with a plain linear head, not fused yet; log a head that does more."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -104,7 +100,7 @@ def unfuse_loss(model: nn.Module) -> nn.Module:
     """Undo `fuse_loss`, and return the model."""
     for module in model.modules():
         _remove_settings(module)
-        remove_hooks(module, _HOOKS)
+        hook_internals.remove_forward_hooks(module, _HOOKS)
         if vars(module).get("_loss_function") is fused_causal_loss:
             _restore_loss(module)
     return model
@@ -123,15 +119,6 @@ def _owner_of(model: nn.Module) -> nn.Module | None:
     if not hasattr(model, "loss_function"):
         return None
     return next((module for module in model.modules() if hasattr(type(module), "loss_function")), None)
-
-
-def remove_hooks(module: nn.Module, functions: Collection[Any]) -> None:
-    """Remove forward hooks that are these functions from a module, also from a copy, whose hooks have no handles."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number in [number for number, hook in hooks.items() if hook in functions]:
-            for where in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
-                where.pop(number, None)
-            module._forward_hooks_always_called.pop(number, None)
 
 
 def _remove_settings(head: nn.Module) -> None:

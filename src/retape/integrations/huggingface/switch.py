@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from retape.core.errors import InvalidInput
-from retape.integrations.huggingface.fused_loss import remove_hooks
 from retape.integrations.huggingface.kv_cache import refuse_cache
 from retape.integrations.huggingface.library import is_layer
+from retape.torch.compat import hook_internals
 from retape.torch.engine.checkpoint import checkpoint
 
 
@@ -63,4 +63,4 @@ def _models(checkpointable: list[nn.Module]) -> list[nn.Module]:
 
 def _unhook(model: nn.Module) -> None:
     for module in checkpointable_layers(model):
-        remove_hooks(module, (refuse_cache,))
+        hook_internals.remove_forward_hooks(module, (refuse_cache,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial, wraps
 from typing import Any
 
@@ -147,6 +147,15 @@ def hooks_beside_forward(module: torch.nn.Module, *, after: Callable[..., Any] |
     others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     hooks = [*later, *(hook for each in others for hook in each.values())]
     return [hook for hook in hooks if not _module_of(hook).startswith("retape.")]
+
+
+def remove_forward_hooks(module: torch.nn.Module, functions: Collection[Any]) -> None:
+    """Remove forward hooks that are these functions from a module, also from a copy, whose hooks have no handles."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if hook in functions]:
+            for where in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
+                where.pop(number, None)
+            module._forward_hooks_always_called.pop(number, None)
 
 
 class HeldBack:
