@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
 from retape.integrations.huggingface.lazy_logits import CHUNK_BYTES, COMPILED, TUNING, LazyLogits, changed_by, is_plain
-from retape.torch.compat import compiler_internals
+from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.planning.attach import original_class
 
 _LOG = logging.getLogger("retape")
