@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 import sys
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,21 +28,31 @@ from retape.torch.capture.arguments import COPIED, ArgumentTemplates, twins_of
 from retape.torch.capture.functions import (
     RRELU,
     CompiledCall,
+    Names,
     Opaque,
     Place,
     behind_descriptor,
+    behind_function,
+    code_and_roots,
     fields_are_restored,
     has_state_in_closure,
+    is_generator,
     is_library,
+    is_shared_by_threads,
     may_decide,
     may_write_unseen,
     names_of_function,
+    names_with_methods,
+    names_with_stored,
     places_of_function,
     places_of_object,
+    rebinds_closure,
+    with_own_variables,
 )
 from retape.torch.capture.holders.containers import (
     ArrayHolder,
     DictHolder,
+    ItemsHolder,
     ListHolder,
     PlainObjects,
     PlainObjectsHolder,
@@ -53,7 +62,7 @@ from retape.torch.capture.holders.containers import (
     held_ids,
     slots_of,
 )
-from retape.torch.capture.holders.places import CellHolder, PlaceHolder, values_at
+from retape.torch.capture.holders.places import CellHolder, ClosureVariable, PlaceHolder, values_at
 from retape.torch.capture.holders.values import (
     ABSENT,
     ATOMS,
@@ -104,6 +113,10 @@ class Call:
     holders: list[Any]
     _placed: list[Any]
     _seen: set[int]
+    _copied: Collection[int] = ()  # ids of the functions of which a re-run calls copies
+    _followed: frozenset[tuple[int, Names]] = (
+        frozenset()
+    )  # objects of hooks, and the names for which fields were followed
     _warned: ClassVar[set[str]] = set()  # names of functions that reach too many objects
 
     def __init__(self) -> None:
@@ -140,6 +153,10 @@ class Call:
                         return f"{kind} '{path}.{key}'" if path else f"{kind} '{key}'"
         return f"tensor {key!r} of a {type(place).__name__}"
 
+    def function_again(self) -> Callable[..., Any]:
+        """Return the function over variables of its own: a re-run may bind them, which the next one must not see."""
+        return with_own_variables(self.function) if type(self.function) is types.FunctionType else self.function
+
     def spaces(self) -> Iterator[dict[Any, Any]]:
         """Yield the variables of the function, and the fields of what it reaches."""
         function = self.function
@@ -154,6 +171,11 @@ class Call:
     def is_lazy(self) -> bool:
         """True if a parameter has no shape yet: the first call of a lazy module makes it."""
         return not self.only_parameters and not _LAZY.isdisjoint(map(type, self.state))
+
+    @property
+    def has_fast_path(self) -> bool:
+        """True if a module may compute by other kernels under a torch-function mode: PyTorch's attention in evaluation."""
+        return any(isinstance(module, _WITH_FAST_PATH) and not module.training for module in self.modules)
 
     def meet(self, value: Any) -> None:
         """Add what the function can reach through `value`, other than through its arguments."""
@@ -234,17 +256,81 @@ class Call:
 
     def _visit_function(self, function: types.FunctionType) -> None:
         if not self._tables:
-            self.codes += (function.__code__,)
-            names = names_of_function(function)
-            self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
-            self.decides = self.decides or may_decide(names)
-            self.writes_unseen = self.writes_unseen or may_write_unseen(names)
-            places = places_of_function(function)
-            if places:
-                self._named += self._hold_places(places)
-        if function.__closure__ and not is_library(str(function.__globals__.get("__name__"))):
+            self._named += self._visit_code(function)
+        self._hold_cells(function)
+        self._meet_all(behind_function(function))
+
+    def _visit_code(self, function: types.FunctionType) -> list[Any]:
+        """Note what the code of a function may do, and hold the globals that it reads; return what else these lead to."""
+        self.codes += (function.__code__,)
+        names = names_of_function(function)
+        self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
+        self.decides = self.decides or may_decide(names)
+        self.writes_unseen = self.writes_unseen or may_write_unseen(names)
+        places = places_of_function(function)
+        return self._hold_places(places) if places else []
+
+    def _hold_cells(self, function: types.FunctionType) -> None:
+        """Hold the variables of a function, unless the re-run calls a copy of it over variables of its own."""
+        own = id(function) in self._copied and not rebinds_closure(function.__code__)
+        if function.__closure__ and not own and not is_library(str(function.__globals__.get("__name__"))):
             self.holders.append(CellHolder(function.__closure__))
-        self._meet_all(_behind_function(function))
+
+    # --- hooks: an object that has one may be a trainer, so only what the code of the hook names is followed ------------
+
+    def _meet_hook(self, hook: Any, names: Names | None = None) -> None:
+        """Add what a hook, or a function that a hook closes over, reads and changes."""
+        function, roots = code_and_roots(hook)
+        if function is None or id(hook) in self._seen:
+            return
+        if type(hook) is types.FunctionType:
+            self._seen.add(id(hook))
+        own = names_with_stored(function)
+        names = own if names is None else Names(own.read | names.read, own.stored | names.stored)
+        found = self._visit_code(function)
+        self._hold_cells(function)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            content = content_of(cell)
+            if isinstance(content, Tensor) and id(content) not in self._seen:
+                self._place(ClosureVariable(cell), name, content)
+        for value in (*roots, *found, *behind_function(function)):
+            self._follow_named(value, names)
+
+    def _follow_named(self, value: Any, names: Names) -> None:
+        """Add a value that a hook reaches; of a module or another object only the fields that have one of the names."""
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            self._meet_hook(value, names)
+            return
+        kind: Any = type(value)
+        if is_iterator(kind):  # of a hook mostly a counter, on which nothing depends
+            return
+        if _visitor_of(kind) not in _OF_OBJECTS:
+            self.meet(value)
+        elif id(value) not in self._seen:
+            self._follow_fields(value, names_with_methods(kind, names))
+
+    def _follow_fields(self, value: Any, names: Names) -> None:
+        if (id(value), names) in self._followed:
+            return
+        self._followed |= {(id(value), names)}
+        fields = getattr(value, "__dict__", None)
+        spaces = [fields] if type(fields) is dict else []
+        if isinstance(value, nn.Module):
+            spaces += [value._parameters, value._buffers, value._modules]
+        for space in spaces:
+            present = space.keys() & names.read
+            self.holders.append(ItemsHolder(space, present | names.stored if space is fields else present))
+            for name in present:
+                if isinstance(space[name], Tensor):
+                    self._place(space, name, space[name])
+                elif not _holds_history(space[name]):
+                    self._follow_named(space[name], names)
+        kind: Any = type(value)
+        slots = tuple([name for name in slots_of(kind) if name in names.read])
+        if slots:
+            self.holders.append(SlotHolder(value, slots))
+            for name in slots:
+                self._follow_named(getattr(value, name, None), names)
 
     def _hold_places(self, places: tuple[Place, ...]) -> list[Any]:
         """Hold globals and class attributes; return those of their values through which more is reached."""
@@ -323,6 +409,12 @@ class Call:
         # Parameters in arguments are passed on as they are, so that `find_shared` need not know of them.
         if not last or not layout.only_parameters:
             seen.update(map(id, tree.state))
+        hooks = tree.hooks
+        if hooks:
+            seen.update(map(id, tree.modules))
+            seen.update(map(id, tree.state))
+            for hook in hooks:
+                self._meet_hook(hook)
         others, tree.others = tree.others, ()
         named = self._hold_places(layout.places) if layout.places else []
         if last and not others and not named:
@@ -417,6 +509,7 @@ class Call:
         return name_of(self.function)
 
 
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 # Classes of objects whose attributes say nothing about what a forward reads.
 _NOT_FOLLOWED = (
     type,
@@ -434,11 +527,11 @@ _Visitor = Callable[[Call, Any], None]
 @functools.lru_cache(maxsize=4096)
 def _visitor_of(kind: type) -> _Visitor | None:
     """Return the method that visits objects of a class, or None where no state is reached through them."""
-    if kind in ATOMS:
+    if kind in ATOMS or is_shared_by_threads(kind):
         return None
     if any("__class__" in vars(base) for base in kind.__mro__[:-1]):
         return Call._visit_posing
-    if _is_generator(kind):
+    if is_generator(kind):
         return Call._visit_generator
     if is_iterator(kind):
         return Call._visit_iterator
@@ -448,6 +541,16 @@ def _visitor_of(kind: type) -> _Visitor | None:
     # PyTorch's own objects (FSDP's state, process groups) keep their own record, and so do those of retape.
     own = str(getattr(kind, "__module__", "")).startswith(("torch.", "retape.")) and not is_value_of_torch(kind)
     return None if own else Call._visit_object
+
+
+def _holds_history(value: Any) -> bool:
+    """True if a field of an object is a tensor with a history: holding the object would keep the graph of an earlier step."""
+    fields = getattr(value, "__dict__", None)
+    tensors = [each for each in fields.values() if isinstance(each, Tensor)] if type(fields) is dict else []
+    return any(tensor.grad_fn is not None for tensor in tensors)
+
+
+_OF_OBJECTS: tuple[_Visitor | None, ...] = (Call._visit_object, Call._visit_module)
 
 
 _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
@@ -464,31 +567,11 @@ _VISITORS: tuple[tuple[Any, _Visitor | None], ...] = (
 )
 
 
-def _is_generator(kind: type) -> bool:
-    """True for the classes of torch's, Python's and numpy's random generators."""
-    if kind is torch.Generator or issubclass(kind, random.Random):
-        return not issubclass(kind, random.SystemRandom)  # which has no state
-    names = {base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")}
-    return not names.isdisjoint(("Generator", "RandomState", "BitGenerator"))
-
-
 def _leads_on(value: Any) -> bool:
     """True if more may be reached through the value of a global or a class attribute."""
     if type(value) is types.FunctionType:
         return has_state_in_closure(value)
     return type(value) not in ATOMS and value is not ABSENT
-
-
-def _behind_function(function: types.FunctionType) -> list[Any]:
-    """Return the values of a function's closure, defaults and attributes."""
-    found: list[Any] = [content for content in map(content_of, function.__closure__ or ()) if content is not ABSENT]
-    if function.__defaults__:
-        found.extend(function.__defaults__)
-    if function.__kwdefaults__:
-        found.extend(function.__kwdefaults__.values())
-    if function.__dict__:
-        found.append(function.__dict__)
-    return found
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -531,8 +614,13 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.function = function
         call.find_shared()
         return call
+    if type(function) is types.FunctionType:
+        twins: dict[int, types.FunctionType] = {}
+        call.function = with_own_variables(function, twins)
+        call._copied = twins.keys()
+    else:
+        call.function = function
     call.meet(function)
-    call.function = function
     call.find_shared()
     return call
 
@@ -553,7 +641,7 @@ def whose_call(method: types.MethodType) -> Any:
         return owner
     if not any(vars(base).get("__call__") is function for base in type(owner).__mro__):
         return method
-    behind = [value for value in _behind_function(function) if type(value) not in ATOMS]
+    behind = [value for value in behind_function(function) if type(value) not in ATOMS]
     return owner if all(isinstance(value, _BEHIND_EVERY_CALL) for value in behind) else method
 
 

@@ -12,6 +12,7 @@ import datetime
 import dis
 import enum
 import numbers
+import random
 import sys
 import sysconfig
 import threading
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.holders.values import ATOMS, content_of, is_value_of_torch
+from retape.torch.capture.holders.values import ABSENT, ATOMS, content_of, is_value_of_torch
 from retape.torch.capture.unrepeatable import CACHED, is_iterator
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
@@ -63,6 +64,54 @@ def names_of_class(kind: type) -> frozenset[str]:
     bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
     return frozenset().union(*map(names_of_function, methods))
+
+
+class Names(NamedTuple):
+    """The names in some code, and those of them that it binds as attributes."""
+
+    read: frozenset[str]
+    stored: frozenset[str]
+
+
+def names_with_stored(function: types.FunctionType) -> Names:
+    """Return the names in a function and in those that it calls, and the attributes that the function itself binds."""
+    return Names(names_of_function(function), _attributes_bound_in(function.__code__))
+
+
+@lru_cache(maxsize=4096)
+def names_with_methods(kind: type, names: Names) -> Names:
+    """Return names with those in the methods of a class, and of its bases, that code with these names may call."""
+    read, stored, done = set(names.read), set(names.stored), set[str]()
+    bases = [vars(base) for base in kind.__mro__ if not of_library(base)]
+    while read - done:
+        for name in read - done:
+            done.add(name)
+            for function in [_behind(space[name]) for space in bases if name in space]:
+                if type(function) is types.FunctionType:
+                    read |= names_of_function(function)
+                    stored |= _attributes_bound_in(function.__code__)
+    return Names(frozenset(read), frozenset(stored))
+
+
+@lru_cache(maxsize=4096)
+def _attributes_bound_in(code: types.CodeType) -> frozenset[str]:
+    """Return the attributes that code binds or deletes, with those of functions that are made in it."""
+    bound = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    inner = [_attributes_bound_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return frozenset(bound).union(*inner)
+
+
+def code_and_roots(called: Any) -> tuple[types.FunctionType | None, tuple[Any, ...]]:
+    """Return the function that a callable runs, and the objects that it is given beside its arguments."""
+    if isinstance(called, partial):
+        function, roots = code_and_roots(called.func)
+        return function, (*roots, *called.args, *called.keywords.values())
+    if isinstance(called, types.MethodType):
+        return code_and_roots(called.__func__)[0], (called.__self__,)
+    if type(called) is types.FunctionType:
+        return called, ()
+    run = getattr(type(called), "__call__", None)  # noqa: B004 - the function is wanted, not whether there is one
+    return (run if type(run) is types.FunctionType else None), (called,)
 
 
 class _NamesByCode:
@@ -140,18 +189,27 @@ def attributes_stored_in(code: types.CodeType) -> frozenset[str]:
 
 def imported_in(code: types.CodeType, package: str) -> list[types.ModuleType]:
     """Return the modules that code imports when it runs, as far as they are loaded."""
-    names = [
-        resolve_name("." * level + name, package) if package or not level else "" for name, level in _imports_in(code)
-    ]
+    names = [_absolute(name, level, package) for name, level in _imports_in(code)]
     return [module for module in map(sys.modules.get, names) if isinstance(module, types.ModuleType)]
+
+
+def _absolute(name: str, level: int, package: str) -> str:
+    """Return the full name of an imported module; an empty one if the import would fail."""
+    try:
+        return resolve_name("." * level + name, package) if level else name
+    except ImportError:  # beyond the top package, or outside of one: the code may expect that
+        return ""
 
 
 @lru_cache(maxsize=4096)
 def _imports_in(code: types.CodeType) -> tuple[tuple[str, int], ...]:
     """Return the names of the modules that code imports and their levels (1 for `from .name import ...`)."""
-    instructions = list(dis.get_instructions(code))
+    # The level and the names are constants just before, with prefixes of long arguments between them.
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
     found = [
-        (each.argval, instructions[n - 2].argval) for n, each in enumerate(instructions) if each.opname == "IMPORT_NAME"
+        (each.argval, instructions[number - 2].argval)
+        for number, each in enumerate(instructions)
+        if each.opname == "IMPORT_NAME"
     ]
     inner = [_imports_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
     return (*found, *chain.from_iterable(inner))
@@ -220,6 +278,33 @@ def of_library(kind: Any) -> bool:
 def fields_are_restored(kind: type) -> bool:
     """True if a re-run sees the plain fields of such an object as they were; those of a library's lock, pool or file change at any time."""
     return not of_library(kind) or issubclass(kind, SETTINGS_OBJECTS) or is_value_of_torch(kind)
+
+
+def is_shared_by_threads(kind: type) -> bool:
+    """True for queues, threads, locks, pools and the like: other threads use what they hold while a region runs again."""
+    modules = {str(base.__module__).partition(".")[0] for base in kind.__mro__}
+    return not modules.isdisjoint(_OF_THREADS) and not issubclass(kind, threading.local)
+
+
+_OF_THREADS = (
+    "queue",
+    "_queue",
+    "threading",
+    "_thread",
+    "multiprocessing",
+    "concurrent",
+    "asyncio",
+    "socket",
+    "subprocess",
+)
+
+
+def is_generator(kind: type) -> bool:
+    """True for the classes of torch's, Python's and numpy's random generators."""
+    if kind is torch.Generator or issubclass(kind, random.Random):
+        return not issubclass(kind, random.SystemRandom)  # which has no state
+    names = {base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")}
+    return not names.isdisjoint(("Generator", "RandomState", "BitGenerator"))
 
 
 # --- globals and class attributes ---------------------------------------------------------------------------------------
@@ -441,6 +526,60 @@ def behind_descriptor(value: Any) -> Any:
     if type(value) in (staticmethod, classmethod):
         return value.__func__
     return value.fget if type(value) is property else value
+
+
+def behind_function(function: types.FunctionType) -> list[Any]:
+    """Return the values of a function's closure, defaults and attributes."""
+    found: list[Any] = [content for content in map(content_of, function.__closure__ or ()) if content is not ABSENT]
+    if function.__defaults__:
+        found.extend(function.__defaults__)
+    if function.__kwdefaults__:
+        found.extend(function.__kwdefaults__.values())
+    if function.__dict__:
+        found.append(function.__dict__)
+    return found
+
+
+# --- functions over variables of their own -----------------------------------------------------------------------------
+
+
+def with_own_variables(
+    function: types.FunctionType,
+    twins: dict[int, types.FunctionType] | None = None,
+    cells: dict[int, Any] | None = None,
+) -> types.FunctionType:
+    """Return the same function over variables of its own, which hold what they hold now, and so for functions among them.
+
+    A variable may be bound to the result of the region later; a region that held it would never be freed without a backward.
+    `twins` gets the copies, and `cells` the variables, each by the id of the original.
+    """
+    twins, cells = {} if twins is None else twins, {} if cells is None else cells
+    if function.__closure__ is None or is_library(str(function.__globals__.get("__name__"))):
+        return function
+    if id(function) in twins:
+        return twins[id(function)]
+    new = [cell for cell in function.__closure__ if id(cell) not in cells]
+    cells.update({id(cell): types.CellType() for cell in new})
+    own = tuple([cells[id(cell)] for cell in function.__closure__])
+    twin = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, own)
+    twin.__kwdefaults__, twin.__qualname__ = function.__kwdefaults__, function.__qualname__
+    twin.__dict__.update(function.__dict__)
+    twins[id(function)] = twin
+    for cell in new:
+        content = content_of(cell)
+        if content is not ABSENT:
+            is_function = type(content) is types.FunctionType
+            cells[id(cell)].cell_contents = with_own_variables(content, twins, cells) if is_function else content
+    return twin
+
+
+@lru_cache(maxsize=4096)
+def rebinds_closure(code: types.CodeType) -> bool:
+    """True if code, or a function that is made in it, binds a variable of the function around it (`nonlocal`)."""
+    bound = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    if not bound.isdisjoint(code.co_freevars):
+        return True
+    return any(rebinds_closure(item) for item in code.co_consts if isinstance(item, types.CodeType))
 
 
 # --- callables of retape's own ----------------------------------------------------------------------------------------

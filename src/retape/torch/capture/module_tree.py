@@ -248,8 +248,6 @@ class TreeLayout:
             tree.saved_objects = list(map(without_history, objects[: self.restored_count]))
         if self._pick_functions is not None:
             tree.others = [*tree.others, *filter(_reaches_state, self._pick_functions(now))]
-        if tree.hooks:
-            tree.others = [*tree.others, *tree.hooks]
         return tree
 
     def _are_plain(self, now: list[Any]) -> bool:
@@ -365,7 +363,7 @@ class ModuleTree:
     @property
     def hooks(self) -> list[Any]:
         """The functions and objects that are hooks of the modules."""
-        return list(_flat(map(_values, self._hook_copies or ())))
+        return [] if self._hook_copies is None else list(_flat(map(_values, self._hook_copies)))
 
     def place(self, number: int) -> tuple[dict[Any, Any], str]:
         """Return the dict and the key of tensor `number` of `state`."""

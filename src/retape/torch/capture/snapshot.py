@@ -332,10 +332,8 @@ class Snapshot:
 
     def guard(self, suspects: list[Tensor]) -> ReadGuard:
         """Return a mode in which reading a changed tensor raises; raise at once if a read could go unseen."""
-        # A closure's tensor may be read without an op (`.tolist()`), and FSDP gathers its parameters without one.
-        first = self._first_state
         for tensor in suspects:
-            if self._fsdp or type(tensor) not in PLAIN_TENSORS or self._index_of(tensor) < first:
+            if self._fsdp or type(tensor) not in PLAIN_TENSORS:  # FSDP gathers its parameters without an op
                 raise self.has_changed(self._index_of(suspects[0]))
         return ReadGuard(suspects, self.suspect_has_changed)
 
@@ -444,7 +442,7 @@ class RestoredState:
         if snapshot._needs_grad != list(map(_needs_grad, snapshot._rest)):
             leaves = snapshot._leaves or [True] * len(snapshot._rest)
             for tensor, needed, leaf in zip(snapshot._rest, snapshot._needs_grad, leaves, strict=True):
-                if leaf:
+                if leaf and tensor.is_leaf:  # a hook may have added a part of the graph to it
                     self._restore_needs_grad(tensor, needed)
         if snapshot._copies is not None:
             with internals.unobserved():

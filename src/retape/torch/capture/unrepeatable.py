@@ -21,24 +21,23 @@ CACHED = type(functools.lru_cache(lambda: None))
 # Iterators whose position only their `__reduce__` tells.
 _TOLD_BY_REDUCE = tuple(map(type, (iter([]), reversed([]), iter(range(1 << 70)), itertools.tee(())[0])))
 _SHORT = 16  # items of the tuples in which iterators keep others and their last result
+# Names that only code which draws has; `dropout` or `normal` are settings as often.
 _DRAWING = frozenset(
     {
-        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"),
-        *("multinomial", "poisson", "dropout", "alpha_dropout", "gumbel_softmax", "sample", "rsample", "random"),
+        *(
+            "rand",
+            "randn",
+            "randint",
+            "randperm",
+            "rand_like",
+            "randn_like",
+            "randint_like",
+            "bernoulli",
+            "multinomial",
+        ),
         *("random_", "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
         *("trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_"),
-        *(
-            "uniform",
-            "gauss",
-            "choice",
-            "choices",
-            "shuffle",
-            "permutation",
-            "standard_normal",
-            "integers",
-            "randbytes",
-        ),
-        *("manual_seed", "seed", "Linear", "Embedding", "Conv1d", "Conv2d"),
+        *("gumbel_softmax", "rsample", "standard_normal", "randbytes", "manual_seed"),
     }
 )
 

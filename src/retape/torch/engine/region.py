@@ -204,8 +204,9 @@ class Region:
         call, contexts, transfers = self._call, self._contexts, self._transfers
         tensors, call.tensors = call.tensors, _NO_TENSORS
         running = THREAD.runs
-        if call.writes_unseen:
-            function = self._watched(function, tensors)
+        observable = (call.writes_unseen or call.decides) and not is_compiled(call) and not call.has_fast_path
+        if call.writes_unseen and observable:
+            function = partial(_under, self.snapshot.watch_fields(tensors), function)
         if self.policy.hold_collectives and not is_compiled(call):
             self._held_collectives = held = HeldCollectives(self.name, self.policy.hold_collectives)
             function = partial(_under, HoldingCollectives(held), function)
@@ -218,7 +219,7 @@ class Region:
             started = _collectives_started()
             if contexts is not None:
                 outputs = self._run_within(contexts[0], function, arguments, keywords)
-            elif call.decides and not is_compiled(call):
+            elif call.decides and observable:
                 self._decisions = Decisions(tensors)
                 outputs = self._run_within(Recording(self._decisions), function, arguments, keywords)
             else:
@@ -254,10 +255,6 @@ class Region:
             THREAD.runs[-1].region.backward_inside = True  # its re-run must keep what this region may load there
         for listener in PROCESS.region_listeners:
             listener(self)
-
-    def _watched(self, function: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., Any]:
-        """Return the function under a mode that copies tensors whose `.data` it asks for, and notes those whose `.grad` it reads."""
-        return function if is_compiled(self._call) else partial(_under, self.snapshot.watch_fields(tensors), function)
 
     def _run_within(
         self,
@@ -623,7 +620,7 @@ class Region:
                 args, keywords = self._call.arguments.rebuild(restored.arguments, as_given=False)
                 _push_hooks(pack, unpack)
                 try:
-                    answer = self._call.function(*args, **keywords)
+                    answer = self._call.function_again()(*args, **keywords)
                 finally:
                     _pop_hooks()
                 return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(answer)]

@@ -305,7 +305,7 @@ class RegionRerun(RegionRun):
     def _hooked(self, call: Call, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         _push_hooks(self.pack, _identity)
         try:
-            return call.function(*args, **keywords)
+            return call.function_again()(*args, **keywords)
         except Stop as stop:
             if stop.rerun is not self:
                 raise

@@ -17,9 +17,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
-from retape.torch.capture.holders.values import ABSENT, ATOMS, LEFT, same, saved_item, tracked_item, without_history
+from retape.torch.capture.holders.values import (
+    ABSENT,
+    ATOMS,
+    LEFT,
+    is_plain_value,
+    same,
+    saved_item,
+    tracked_item,
+    without_history,
+)
 from retape.torch.compat import process_internals
 
 OWN_FIELDS = frozenset(nn.Module().__dict__)
@@ -64,6 +73,40 @@ class ThreadLocalHolder(DictHolder):
     def enter(self) -> None:
         self.container = self._local.__dict__
         super().enter()
+
+
+def _saved_of_hook(item: Any) -> Any:
+    """Return an item as it is held, other objects left out: a hook may bind the output of each step to a new one."""
+    kind: Any = type(item)
+    plain = kind in ATOMS or is_plain_value(item) or issubclass(kind, (Tensor, tuple, list, dict, deque, set))
+    return item if item is ABSENT else saved_item(item) if plain else LEFT
+
+
+class ItemsHolder:
+    """Some items of a dict, or fields of an object, and what they were; the others are left alone."""
+
+    __slots__ = ("_found", "_saved", "container")
+
+    def __init__(self, container: dict[Any, Any], names: Iterable[Any]) -> None:
+        self.container = container
+        self._saved = {name: _saved_of_hook(container.get(name, ABSENT)) for name in names}
+        self._found: dict[Any, Any] = {}
+
+    def enter(self) -> None:
+        container = self.container
+        self._found = found = {name: container.get(name, ABSENT) for name in self._saved}
+        self._put({name: item for name, item in self._saved.items() if not same(found[name], item)})
+
+    def leave(self) -> None:
+        found, self._found = self._found, {}
+        self._put({name: item for name, item in found.items() if self.container.get(name, ABSENT) is not item})
+
+    def _put(self, items: dict[Any, Any]) -> None:
+        for name, item in items.items():
+            if item is ABSENT:
+                self.container.pop(name, None)
+            elif item is not LEFT:
+                self.container[name] = item
 
 
 def _is_alike(one: dict[Any, Any], other: dict[Any, Any]) -> bool:

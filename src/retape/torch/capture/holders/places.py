@@ -83,3 +83,18 @@ class CellHolder:
                 del cell.cell_contents
             elif not same(present, value):
                 cell.cell_contents = value
+
+
+class ClosureVariable:
+    """A variable that a function closes over, as a container of one item under its name."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cell.cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cell.cell_contents = value
