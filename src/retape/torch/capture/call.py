@@ -62,7 +62,7 @@ from retape.torch.capture.holders.containers import (
     held_ids,
     slots_of,
 )
-from retape.torch.capture.holders.places import CellHolder, ClosureVariable, PlaceHolder, values_at
+from retape.torch.capture.holders.places import CellHolder, CellItem, PlaceHolder, values_at
 from retape.torch.capture.holders.values import (
     ABSENT,
     ATOMS,
@@ -72,7 +72,7 @@ from retape.torch.capture.holders.values import (
     is_value_of_torch,
     saved_item,
 )
-from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
+from retape.torch.capture.module_tree import HELD, TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
 from retape.torch.capture.unrepeatable import CACHED, WatchedCache, WatchedIterator, is_iterator, may_draw
 from retape.torch.compat import fsdp_internals, process_internals
@@ -292,7 +292,7 @@ class Call:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             content = content_of(cell)
             if isinstance(content, Tensor) and id(content) not in self._seen:
-                self._place(ClosureVariable(cell), name, content)
+                self._place(CellItem(cell), name, content)
         for value in (*roots, *found, *behind_function(function)):
             self._follow_named(value, names)
 
@@ -316,7 +316,7 @@ class Call:
         fields = getattr(value, "__dict__", None)
         spaces = [fields] if type(fields) is dict else []
         if isinstance(value, nn.Module):
-            spaces += [value._parameters, value._buffers, value._modules]
+            spaces += [value.__dict__[part] for part in HELD]
         for space in spaces:
             present = space.keys() & names.read
             self.holders.append(ItemsHolder(space, present | names.stored if space is fields else present))

@@ -26,7 +26,7 @@ from retape.torch.capture.holders.values import ATOMS, PLAIN_TYPES, WEAK_PROXIES
 from retape.torch.compat import fsdp_internals, internals, process_internals
 
 _PARAMETER = frozenset({nn.Parameter})
-_HELD = ("_buffers", "_modules", "_parameters")
+HELD = ("_buffers", "_modules", "_parameters")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # How hooks are called; they have entries only where `_HOOKS` have.
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -148,7 +148,7 @@ class TreeLayout:
                     keys.append(key)
                 else:
                     (restored if is_restored(kind) else objects).append((owner, key))
-            keys += (*_HELD, *_HOOKS)
+            keys += (*HELD, *_HOOKS)
             self.field_places += [(owner, key) for key in keys]
             self._pick_by_owner.append(itemgetter(*keys))
         # A layout must not keep objects alive, so they are read one by one.
@@ -158,10 +158,10 @@ class TreeLayout:
         now = self.look(fields)
         assert now is not None
         numbered = list(enumerate(self.field_places))
-        self.dict_numbers = [number for number, (_, key) in numbered if key in _HELD]
+        self.dict_numbers = [number for number, (_, key) in numbered if key in HELD]
         self.pick_content = itemgetter(*self.dict_numbers)
         self.pick_hooks = itemgetter(*[number for number, (_, key) in numbered if key in _HOOKS])
-        self.setting_numbers = settings = [n for n, (_, key) in numbered if key not in _HELD and key not in _HOOKS]
+        self.setting_numbers = settings = [n for n, (_, key) in numbered if key not in HELD and key not in _HOOKS]
         self._field_types = list(map(type, now))
         self.pick_switches = _picker([number for number in settings if type(now[number]) is bool])
         tuples = [number for number in settings if type(now[number]) is tuple]
@@ -190,10 +190,10 @@ class TreeLayout:
         self.renormalised: list[int] = []
         for owner, module in enumerate(modules):
             if isinstance(module, internals.NORMS) and (owner, "training") in self.field_places:
-                buffers = [n for n, (part, _) in enumerate(self.held_places) if part == len(_HELD) * owner]
+                buffers = [n for n, (part, _) in enumerate(self.held_places) if part == len(HELD) * owner]
                 self.statistics.append((self.field_places.index((owner, "training")), buffers))
             if module.__dict__.get("max_norm") is not None:
-                part = len(_HELD) * owner + _HELD.index("_parameters")
+                part = len(HELD) * owner + HELD.index("_parameters")
                 self.renormalised += [n for n, (other, _) in enumerate(self.held_places) if other == part]
 
     def look(self, fields: list[dict[str, Any]]) -> list[Any] | None:
@@ -434,8 +434,8 @@ class ModuleTree:
         saved_flags = self._flag_copies or [{} for _ in flags]
         holders = []
         for number, (fields, mine) in enumerate(zip(self.fields, settings, strict=True)):
-            # Parameters, the last of `_HELD`, are left alone where FSDP exchanges them.
-            parts = slice(len(_HELD) * number, len(_HELD) * (number + 1) - (not layout.with_parameters))
+            # Parameters, the last of `HELD`, are left alone where FSDP exchanges them.
+            parts = slice(len(HELD) * number, len(HELD) * (number + 1) - (not layout.with_parameters))
             both = slice(len(_HOOKS) * number, len(_HOOKS) * (number + 1))
             ways = slice(len(_HOOK_FLAGS) * number, len(_HOOK_FLAGS) * (number + 1))
             dicts = (*content[parts], *hooks[both], *flags[ways])

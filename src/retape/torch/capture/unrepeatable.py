@@ -1,4 +1,4 @@
-"""What a call uses up, so that its re-run would read something else: iterators that it advances, caches that it fills with random numbers.
+"""Iterators that a call advances, and caches that it fills with random numbers: a re-run would read something else.
 
 Neither can be put back. The walk of a call notes the position of each one that it meets; after the call, `used_up` tells which the call
 has moved. Not here: iterators of users' classes, whose fields are restored as those of any object; files, and iterators of C extensions.
@@ -161,7 +161,7 @@ def _is_same(now: Any, then: Any) -> bool:
 
 
 class UsedUp(NamedTuple):
-    """What a call has used up, in words; `is_cache` if it is a function with a cache."""
+    """An iterator or a cache that a call has used up, in words; `is_cache` if it is a function with a cache."""
 
     words: str
     is_cache: bool

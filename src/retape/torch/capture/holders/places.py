@@ -85,7 +85,7 @@ class CellHolder:
                 cell.cell_contents = value
 
 
-class ClosureVariable:
+class CellItem:
     """A variable that a function closes over, as a container of one item under its name."""
 
     __slots__ = ("_cell",)
