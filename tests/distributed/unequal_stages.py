@@ -84,13 +84,17 @@ class Pipeline:
     def bytes_of_step(self):
         """Peak of a step above what is there before it, as the buffers of the schedule are after a step.
 
-        The schedule's own loop keeps the last output of a microbatch until the next one has its own.
+        The schedule's own loop keeps the last output of a microbatch until the next one has its own. The least of four steps counts,
+        as in a fit: gloo's threads free what was sent a moment late.
         """
-        for part in self._parts:
-            part.zero_grad()
-        record = retape.measure(self.step)
+        above = []
+        for _ in range(4):
+            for part in self._parts:
+                part.zero_grad()
+            record = retape.measure(self.step)
+            above.append(record.peak_bytes - record.base_bytes)
         last_output = ROWS * LENGTH * (WIDTH if self._parts[-1].head is None else WORDS) * 4
-        return record.peak_bytes - record.base_bytes - last_output
+        return min(above) - last_output
 
 
 def stages_of_1_2_3_blocks(rank):
