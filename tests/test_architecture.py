@@ -149,7 +149,7 @@ LEVELS = {
     "retape.torch.slicing": 2,
     "retape.torch.ode": 2,
     "retape.torch.measure": 3,
-    "retape.torch.capture": 5,
+    "retape.torch.capture": 4,
     "retape.torch.planning": 3,
     "retape.torch.adaptive": 3,
     "retape.torch.engine": 4,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import retape
-from support.comparing import as_region, every_way, leaf, same_as_plain
+from support.comparing import Notes, as_region, every_way, leaf, same_as_plain
 
 
 def block():
@@ -31,6 +31,9 @@ class Trainer:
         self.features[next(self.ids) % 2] = output.detach()
         return output * self.calls
 
+    def reading(self, module, inputs, output):
+        return output if self.features is None else output * 2
+
 
 @every_way
 def test_what_a_trainer_changes_between_forward_and_backward_is_its_own(way):
@@ -48,17 +51,47 @@ def test_what_a_trainer_changes_between_forward_and_backward_is_its_own(way):
     same_as_plain(case, way)
 
 
-def test_of_the_object_of_a_hook_only_what_the_hook_names_is_looked_at():
-    trainer, seen = Trainer(), []
+class Asked:
+    """An object that notes when its fields are looked at."""
 
-    class Asked(dict):
-        def values(self):
-            seen.append("values")
-            return super().values()
+    def __init__(self, seen):
+        self.seen = seen
 
-    trainer.vocabulary = Asked(a=1)
-    as_region(trainer.model, leaf(3, 4)).sum().backward()
-    assert not seen
+    def __getattribute__(self, name):
+        if name == "__dict__":
+            object.__getattribute__(self, "seen")("looked at")
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_of_the_object_of_a_hook_only_what_the_hook_names_is_looked_at(named):
+    trainer, seen = Trainer(), Notes()
+    vars(trainer)["features" if named else "vocabulary"] = Asked(seen)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    module.register_forward_hook(trainer.reading)
+    as_region(module, leaf(3, 4)).sum().backward()
+    assert bool(seen.all) is named
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_hook_that_calls_a_scripted_module():
+    class Scaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, a):
+            return a * self.weight
+
+    scaling = torch.jit.trace(Scaling(), torch.ones(4))
+
+    def case(call):
+        module, x = block(), leaf(3, 4)
+        module[0].register_forward_hook(lambda module, inputs, output: scaling.forward(output) * scaling.weight)
+        call(module, x).sum().backward()
+        return x.grad
+
+    same_as_plain(case, as_region)
 
 
 class Collector:

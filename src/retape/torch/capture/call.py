@@ -68,6 +68,7 @@ from retape.torch.capture.holders.values import (
     ATOMS,
     WEAK_PROXIES,
     content_of,
+    holds_history,
     is_plain_value,
     is_value_of_torch,
     saved_item,
@@ -313,17 +314,20 @@ class Call:
         if (id(value), names) in self._followed:
             return
         self._followed |= {(id(value), names)}
-        fields = getattr(value, "__dict__", None)
+        fields: Any = getattr(value, "__dict__", None)
         spaces = [fields] if type(fields) is dict else []
         if isinstance(value, nn.Module):
-            spaces += [value.__dict__[part] for part in HELD]
+            parts = [
+                fields.get(part) for part in HELD if not (self.fsdp and part == "_parameters")
+            ]  # FSDP exchanges those
+            spaces += [part for part in parts if isinstance(part, dict)]  # scripted modules have others
         for space in spaces:
             present = space.keys() & names.read
             self.holders.append(ItemsHolder(space, present | names.stored if space is fields else present))
             for name in present:
                 if isinstance(space[name], Tensor):
                     self._place(space, name, space[name])
-                elif not _holds_history(space[name]):
+                elif not holds_history(space[name]):
                     self._follow_named(space[name], names)
         kind: Any = type(value)
         slots = tuple([name for name in slots_of(kind) if name in names.read])
@@ -541,13 +545,6 @@ def _visitor_of(kind: type) -> _Visitor | None:
     # PyTorch's own objects (FSDP's state, process groups) keep their own record, and so do those of retape.
     own = str(getattr(kind, "__module__", "")).startswith(("torch.", "retape.")) and not is_value_of_torch(kind)
     return None if own else Call._visit_object
-
-
-def _holds_history(value: Any) -> bool:
-    """True if a field of an object is a tensor with a history: holding the object would keep the graph of an earlier step."""
-    fields = getattr(value, "__dict__", None)
-    tensors = [each for each in fields.values() if isinstance(each, Tensor)] if type(fields) is dict else []
-    return any(tensor.grad_fn is not None for tensor in tensors)
 
 
 _OF_OBJECTS: tuple[_Visitor | None, ...] = (Call._visit_object, Call._visit_module)

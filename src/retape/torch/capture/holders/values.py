@@ -205,3 +205,10 @@ def same(now: Any, then: Any) -> bool:
     if type(now) is not type(then) or type(now) not in ATOMS:
         return False
     return repr(now) == repr(then) if type(now) in (float, complex) else bool(now == then)  # 0.0 == -0.0
+
+
+def holds_history(value: Any) -> bool:
+    """True if a field of an object is a tensor with a history: holding the object would keep the graph of an earlier step."""
+    fields = getattr(value, "__dict__", None)
+    tensors = [each for each in fields.values() if isinstance(each, Tensor)] if type(fields) is dict else []
+    return any(tensor.grad_fn is not None for tensor in tensors)
