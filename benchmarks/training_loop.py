@@ -1,12 +1,13 @@
 """The training loop that people run: an 8-billion-parameter Llama with fused AdamW on one GPU, beside Hugging Face's checkpointing.
 
-    python -m benchmarks.training_loop [--rows small large accumulate long compiled] [--options exact all] [--budget 130GiB]
+    python -m benchmarks.training_loop [--rows small compiled large fit32k accumulate long] [--options exact all] [--budget 130GiB]
                                        [--long-budget 60GiB] [--steps 3] [--tiny] [--out FILE] [--seed N]
 
 bf16, random weights, made-up tokens; a step is forward, backward, `optimizer.step()` and `zero_grad()`. Rows:
 small       2 x 8192 tokens: Hugging Face's checkpointing, retape EXACT and ALL
 compiled    the same tokens, with compiled blocks: Hugging Face's checkpointing, retape ALL
 large       6 x 8192 tokens: Hugging Face's checkpointing, retape EXACT and ALL
+fit32k      1 x 32,768 tokens: the cost of the fit alone, in steps and seconds, retape EXACT
 accumulate  4 micro-steps of 2 x 8192 tokens before one optimizer step: the peak of each micro-step
 long        1 x 98,304 tokens without an optimizer, gradients kept: a recipe by hand (checkpoint per layer, inputs offloaded
             asynchronously, loss in slices), retape ALL
@@ -250,6 +251,11 @@ class Rows:
             "retape ALL": fitted(loop, steps, self.options.budget, options=retape.ALL, compile=True),
         }
 
+    def fit32k(self) -> dict:
+        self.loop(1)
+        loop = Loop(self.model, self.optimizer, tokens_of(self.model, 1, 4 * self.length))
+        return {"retape EXACT": fitted(loop, 1, self.options.budget)}
+
     def accumulate(self) -> dict:
         return {"retape EXACT": fitted(self.loop(2), 1, self.options.budget, run=accumulated)}
 
@@ -287,7 +293,7 @@ def shown(name: str, row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = ("small", "compiled", "large", "accumulate", "long")
+    names = ("small", "compiled", "large", "fit32k", "accumulate", "long")
     parser.add_argument("--rows", nargs="+", choices=names, default=list(names))
     parser.add_argument("--options", nargs="+", choices=("exact", "all"), default=["exact", "all"])
     parser.add_argument("--budget", default="130GiB")

@@ -10,10 +10,12 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items):
     absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    compiler = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # its modules use deprecated names
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             item.add_marker(absent)
+            item.add_marker(compiler)
 
 
 def _deterministic_algorithms():

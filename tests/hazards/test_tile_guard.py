@@ -445,6 +445,14 @@ def test_a_counter_is_checked_in_every_call_and_named_once(caplog):
     assert "calls differs from call to call" in lines[0]
 
 
+def test_a_batch_of_another_length_is_checked_without_a_warning(caplog):
+    module = Counted()
+    with caplog.at_level(logging.WARNING, "retape"):
+        for rows in (ROWS, 2 * ROWS, 3 * ROWS, 4 * ROWS, 5 * ROWS):
+            assert counted(module, torch.randn(rows, 4)) > 4
+    assert not caplog.records
+
+
 def test_what_was_read_keeps_nothing_alive():
     module = Soft()
     module.back = [module]

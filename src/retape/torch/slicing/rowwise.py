@@ -357,6 +357,7 @@ class Reading(Walk):
         for index, value in enumerate(arguments):
             token = self.shape(value) if isinstance(value, Tensor) else self.atom(value)
             self._note((None, f"argument {index}"), token)
+        self.arguments = tuple(self.tokens)
         for name, value in ambient().items():
             self._note((None, name), value)
         self._note((None, "the gradient mode"), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -421,8 +422,11 @@ class _PassedReadings:
             del self._passed[next(iter(self._passed))]
 
     def note_change(self, reading: Reading, name: str) -> None:
-        """Warn once that a function is checked in every call, and name what changes from call to call."""
-        self._new_in_a_row += 1
+        """Warn once that a function is checked in every call, and name what changes from call to call.
+
+        Rows of another length are checked once for each length, which is no reason to warn.
+        """
+        self._new_in_a_row += self._last is None or reading.arguments == self._last.arguments
         often = self._new_in_a_row == TUNING.checks_before_warning
         if often and self._last is not None and name not in self._warned:
             self._warned.add(name)
