@@ -294,9 +294,16 @@ class Rows:
     def training_steps(self, tokens: int) -> dict:
         """Two steps of the fitted model: its first, with proofs, and the next."""
         batch = self.batch(tokens)
-        first, later = (measured(lambda: self.model(**batch).loss.backward()) for _ in range(2))
+
+        def step() -> None:
+            self.model(**batch).loss.backward()
+
+        first, later = measured(step), measured(step)
         say("training steps", first, later)
-        return {"first step, with proofs": first, "training step": {**later, "tokens_per_second": tokens / later["seconds"]}}
+        return {
+            "first step, with proofs": first,
+            "training step": {**later, "tokens_per_second": tokens / later["seconds"]},
+        }
 
     def recipe_elsewhere(self, tokens: int) -> dict:
         """The recipe by hand, run in a process of its own."""

@@ -14,7 +14,7 @@ from retape.errors import BudgetTooSmall, InvalidInput, StateChanged
 from retape.torch.adaptive.accounting import StorageAccount
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveInstruments, DeviceMemory
-from retape.torch.engine.context import current_runner
+from retape.torch.engine.context import THREAD
 from retape.torch.measure.memory_meter import track_memory
 from support.changing import Language, gradients, step
 from support.comparing import Notes, assert_equal, plainly
@@ -436,10 +436,10 @@ def test_it_leaves_a_model_as_it_was():
 
 def test_a_block_that_cannot_begin_leaves_later_regions_alone():
     inner = retape.adaptive(budget={"cuda:0": "1GiB"})  # the step begins on the CPU, of which it has no bytes
-    outer = current_runner()
+    outer = THREAD.runner
     with pytest.raises(InvalidInput, match="Give it bytes for 'cpu'"), inner:
         pass
-    assert current_runner() is outer
+    assert THREAD.runner is outer
     assert not inner.governor.is_measuring
 
 

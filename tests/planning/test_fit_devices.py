@@ -18,12 +18,12 @@ from retape.core.problem import Budget, OptionKind
 from retape.core.solve import held_bytes, solve
 from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch.measure.baseline_memory import devices_of, fixed_bytes
+from retape.torch.measure.budgets import budgets_of
 from retape.torch.measure.memory_meter import MemoryReading, track_memory
 from retape.torch.planning import plan_search
 from retape.torch.planning.chain_builder import build_chain
 from retape.torch.planning.discover import find_regions
 from retape.torch.planning.instruments import FitInstruments, Overheads, Stopwatch, home_of
-from retape.torch.planning.plan_search import budgets_of
 from retape.torch.planning.profiles.intervals import StepBytes
 from retape.torch.planning.profiles.step_profiles import StepProfiles
 from retape.torch.planning.step_trials import StepTrials

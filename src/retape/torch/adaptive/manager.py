@@ -24,7 +24,7 @@ from retape.torch.adaptive.governor import Governor
 from retape.torch.adaptive.known_steps import UnmanagedCall, UnmanagedStep
 from retape.torch.adaptive.tuning import AdaptiveInstruments, AdaptiveTuning
 from retape.torch.engine.checkpoint import run_region
-from retape.torch.engine.context import THREAD, current_runner, enter_runner, managed_elsewhere, running_regions
+from retape.torch.engine.context import THREAD, enter_runner, managed_elsewhere, running_regions
 from retape.torch.engine.policy import HOLD
 from retape.torch.model_libraries import LIBRARIES
 
@@ -294,7 +294,7 @@ class Adaptive:
     def __enter__(self) -> Adaptive:
         if self._attachment is not None:
             self.attach()
-            self._outer.append(current_runner())
+            self._outer.append(THREAD.runner)
             return self
         if not self.governor.counts.steps and not self._in_step:  # by now the GPU is in use, if there is one
             self._use_device(budget_device(None))

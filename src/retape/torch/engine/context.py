@@ -121,9 +121,9 @@ class RegionRunner(Protocol):
 
 class _ThreadContext(threading.local):
     def __init__(self) -> None:
-        self.runs: list[Running] = []
+        self.runs: list[Running] = []  # that the caller is inside of, outermost first
         self.plain = 0
-        self.runner: RegionRunner | None = None
+        self.runner: RegionRunner | None = None  # runs the regions of this thread; None: the engine itself
 
 
 class _ProcessContext:
@@ -136,16 +136,6 @@ class _ProcessContext:
 THREAD = _ThreadContext()
 PROCESS = _ProcessContext()
 _COUNTING = threading.Lock()
-
-
-def current_runs() -> list[Running]:
-    """Return the runs that the caller is inside of, outermost first."""
-    return THREAD.runs
-
-
-def current_runner() -> RegionRunner | None:
-    """Return what was entered to run the regions of this thread, or None for the engine itself."""
-    return THREAD.runner
 
 
 def enter_runner(runner: RegionRunner | None) -> RegionRunner | None:
@@ -201,7 +191,7 @@ def managed_elsewhere() -> bool:
 
 def in_rerun() -> bool:
     """True if the caller runs inside a re-run."""
-    return any(run.rerun for run in current_runs())
+    return any(run.rerun for run in THREAD.runs)
 
 
 # --- for user code --------------------------------------------------------------------------------------------------
@@ -218,13 +208,13 @@ def keep(value: Any) -> Any:
 
 
 def _keep(value: Any) -> Any:
-    for run in current_runs():  # each level records it; in a re-run the outermost one answers
+    for run in THREAD.runs:  # each level records it; in a re-run the outermost one answers
         value = run.keep(value)
     return value
 
 
 def recomputing() -> bool:
     """True if the caller runs inside a re-run; for effects that no re-run can undo: a `print`, a file."""
-    for run in current_runs():
+    for run in THREAD.runs:
         run.on_question()
     return in_rerun()

@@ -324,7 +324,7 @@ class Body:
         """Run steps as one graph; return it and the state after them."""
         carry_in = carry = state.fresh()
         ends: list[StepEnds] = []
-        running = context.current_runs()
+        running = context.THREAD.runs
         if self.rerun:
             spec = state.spec
             for step in range(start, stop):
@@ -345,7 +345,7 @@ class Body:
     def advance(self, state: State, start: int, stop: int) -> State:
         """Run steps again and keep only the state after them."""
         carry, spec = state.fresh(), state.spec
-        running = context.current_runs()
+        running = context.THREAD.runs
         for step in range(start, stop):
             out, spec = flatten(self._run(unflatten(carry, spec), self.xs.at(step), step, running)[0])
             carry = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,18 @@ from retape.torch.compat.host_memory import available_host_bytes
 from retape.torch.measure.tuning import TUNING
 
 _ROOT = Path("/")
+
+
+def budgets_of(budget: Budget, devices: Sequence[torch.device]) -> dict[torch.device, Budget]:
+    """Return the budget of each device; a fraction or "auto" holds for each of them."""
+    if len(devices) > 1 and budget.kind in (BudgetKind.TOTAL, BudgetKind.ACTIVATIONS):
+        names = ", ".join(str(device) for device in devices)
+        example = ", ".join(f"{str(device)!r}: '8GiB'" for device in devices)
+        raise InvalidInput(
+            f"The model trains on several devices ({names}), and the budget is one number of bytes. Give each its own: "
+            f"budget={{{example}}}."
+        )
+    return {device: resolved(budget, device) for device in devices}
 
 
 def resolved(budget: Budget, device: torch.device, *, available: Callable[[torch.device], int] | None = None) -> Budget:

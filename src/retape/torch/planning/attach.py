@@ -26,14 +26,7 @@ from torch import nn
 from retape.core.assignment import checkpoint_name
 from retape.core.errors import InvalidInput
 from retape.torch.compat import compiler_internals, fsdp_internals, process_internals
-from retape.torch.engine.context import (
-    RegionRequest,
-    current_runner,
-    current_runs,
-    enter_runner,
-    managed_elsewhere,
-    running_regions,
-)
+from retape.torch.engine.context import THREAD, RegionRequest, managed_elsewhere
 from retape.torch.engine.policy import DROP_IN, Check
 from retape.torch.measure.sequential_slices import SequentialSlice, pieces_of
 
@@ -379,32 +372,34 @@ class CheckpointCalls:
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Answer the call of the model; a live budget around it answers the calls of `retape.checkpoint` itself."""
-        if current_runner() is not None:
+        if THREAD.runner is not None:
             return self._caller.call_root(module, plain_call, args, keywords)
-        with running_regions(self):
+        THREAD.runner = self
+        try:
             return self._caller.call_root(module, plain_call, args, keywords)
+        finally:
+            THREAD.runner = None
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Answer the call of a region, unless it is called by one."""
         if self._inside.region:
             return plain_call(*args, **keywords)
-        if current_runner() is not self:
+        if THREAD.runner is not self:
             return self._caller.call(module, plain_call, args, keywords)
         return self._alone(module, plain_call, args, keywords)
 
     def _alone(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        self._inside.region, before = True, enter_runner(None)
+        self._inside.region, before, THREAD.runner = True, THREAD.runner, None
         try:
             return self._caller.call(module, plain_call, args, keywords)
         finally:
-            self._inside.region = False
-            enter_runner(before)
+            self._inside.region, THREAD.runner = False, before
 
     def run(self, request: RegionRequest) -> Any:
         """Answer a call of `retape.checkpoint`."""
         call, function, arguments, keywords, policy, check, early_stop, done = request
         as_given = policy is DROP_IN and check is Check.METADATA and early_stop and done is None
-        if not as_given or current_runs() or managed_elsewhere():
+        if not as_given or THREAD.runs or managed_elsewhere():
             return NotImplemented
         region = self._region(function)
         region.training = all(root.training for root in call.roots)

@@ -26,7 +26,7 @@ from retape.core.errors import InvalidInput, PlanMismatch
 from retape.torch.capture.arguments import Signature, elements, shapes, signature, tensors_of
 from retape.torch.compat import compiler_internals, hook_internals
 from retape.torch.engine.checkpoint import run_region
-from retape.torch.engine.context import current_runner, managed_elsewhere
+from retape.torch.engine.context import THREAD, managed_elsewhere
 from retape.torch.engine.host import offload
 from retape.torch.engine.policy import HOLD, Check, Inputs, Policy, Proof, ProofState
 from retape.torch.engine.select import plan_recipe
@@ -200,7 +200,7 @@ class Executor:
     def _ran(self, number: int, choice: Choice, call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         if not choice.is_kept:
             return self._run(number, choice, call, args, keywords)
-        if current_runner() is None:
+        if THREAD.runner is None:
             return call(*args, **keywords)
         return run_region(call, *args, keywords=keywords, policy=HOLD, check=self._check)
 
@@ -215,7 +215,7 @@ class Executor:
         self.regions_run += 1
         inputs = signature(args, keywords)
         # Under a live budget (`adaptive`) a larger batch needs no warning.
-        if choice.elements and current_runner() is None:
+        if choice.elements and THREAD.runner is None:
             self._warn_of_size(choice, inputs)
         held = self._answers.get(number, ()) if choice.held or choice.moved else ()
         if not held or is_variant(plain_call):
@@ -286,7 +286,7 @@ class Executor:
 
     def _policy(self, number: int, choice: Choice, recipe: Recipe | None, proof: Proof | None) -> Policy:
         policy = policy_of(number, choice, recipe, proof, self._disk if choice.on_disk else None)
-        if not choice.sharded_inputs or current_runner() is not None:  # under a live budget each rank decides alone
+        if not choice.sharded_inputs or THREAD.runner is not None:  # under a live budget each rank decides alone
             return policy
         return replace(policy, sharded_inputs=frozenset(choice.sharded_inputs), replicas=self._replicas)
 
@@ -314,7 +314,7 @@ class Executor:
 
     def _in_other_mode(self, module: nn.Module, choice: Choice) -> None:
         """Warn once if a region runs in another mode than it was profiled in and saves other slots there (dropout)."""
-        if choice.name in self._other_modes or current_runner() is not None:
+        if choice.name in self._other_modes or THREAD.runner is not None:
             return
         self._other_modes.add(choice.name)
         if depends_on_mode(module):

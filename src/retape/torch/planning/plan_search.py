@@ -24,12 +24,12 @@ from torch import nn
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.fit_record import DeviceRecord, RankBudget, plain_seconds
 from retape.core.plan import Plan
-from retape.core.problem import Budget, BudgetKind, OptionKind, OptionSet
+from retape.core.problem import Budget, OptionKind, OptionSet
 from retape.core.solve import frontier, limit_bytes, solve
 from retape.core.units import format_bytes
 from retape.torch.distributed.limits import RankLimit, RankLimits
 from retape.torch.distributed.ranks import OTHER_MODELS
-from retape.torch.measure.budgets import add_suggestions, resolved
+from retape.torch.measure.budgets import add_suggestions, budgets_of
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.candidates import (
     Candidate,
@@ -75,18 +75,6 @@ class Setup:
     regions: Mapping[str, nn.Module]
     selects: bool = True
     in_tiles: bool = False
-
-
-def budgets_of(budget: Budget, devices: Sequence[torch.device]) -> dict[torch.device, Budget]:
-    """Return the budget of each device; a fraction or "auto" holds for each of them."""
-    if len(devices) > 1 and budget.kind in (BudgetKind.TOTAL, BudgetKind.ACTIVATIONS):
-        names = ", ".join(str(device) for device in devices)
-        example = ", ".join(f"{str(device)!r}: '8GiB'" for device in devices)
-        raise InvalidInput(
-            f"The model trains on several devices ({names}), and the budget is one number of bytes. Give each its own: "
-            f"budget={{{example}}}."
-        )
-    return {device: resolved(budget, device) for device in devices}
 
 
 class PlanSearch:
@@ -397,8 +385,22 @@ class _SetupSearch:
             self._correct(problems_without(problems, OptionKind.OFFLOAD), found)
         self._refine(problems, found)
         if found.best is None:
+            self._measure_floor(problems, found)
             raise found.error()
         return self._or_plainer(problems, found, self._timed(found.best))
+
+    def _measure_floor(self, problems: Problems, found: Candidates) -> None:
+        """Run the smallest plan, if none was run, so that the floor that is reported is one that a step stayed inside."""
+        if found.last is not None or self._trials.is_long or self._trials.is_spread:
+            return
+        plans = [solve(each.chain.chain, each.for_all(found.error().floor_bytes)) for each in problems]
+        tried = self._attempted(problems, plans, found)
+        if isinstance(tried, OutOfMemory):
+            return
+        try:
+            self._proposed(problems_with_more_fixed(problems, tried.errors_bytes), found)
+        except BudgetTooSmall as error:
+            found.fail(error)
 
     def accumulating(self, best: Candidate) -> Candidate | None:
         """Return a plan for steps that begin with gradients; None if the best plan for those without fits there too.

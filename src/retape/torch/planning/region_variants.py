@@ -36,7 +36,7 @@ from retape.torch.capture.arguments import Signature, tensors_of, weights_signat
 from retape.torch.capture.functions import CompiledCall
 from retape.torch.compat import compiler_internals, internals, process_internals
 from retape.torch.engine.checkpoint import run_region
-from retape.torch.engine.context import current_runs, is_plain
+from retape.torch.engine.context import THREAD, is_plain
 from retape.torch.engine.policy import Policy
 from retape.torch.engine.trace import OpStopwatch, RegionTrace
 from retape.torch.measure.memory_meter import synchronize, track_memory, without_collection
@@ -355,7 +355,7 @@ def is_given_rows(args: Any, keywords: Any) -> bool:
 
 def call_part(module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
     """Call a part in as many tiles as the policy of the region around it asks for."""
-    running = current_runs()
+    running = THREAD.runs
     tiles = running[-1].region.policy.tiles if running else 1
     if tiles == 1 or is_plain() or not torch.is_grad_enabled() or not is_given_rows(args, keywords):
         return plain_call(*args, **keywords)
