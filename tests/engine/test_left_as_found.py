@@ -46,7 +46,7 @@ def test_a_region_that_may_not_begin_is_not_left_running():
     for arguments in ((x,), (x.detach(),)):
         with FORBIDDEN("not now"), pytest.raises(RuntimeError, match="not now"):
             retape.checkpoint(module, *arguments, use_reentrant=False)
-        assert not context.current_runs()
+        assert not context.THREAD.runs
 
 
 def test_precisions_that_were_set_for_one_backend(precisions):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from retape.torch.capture.call import capture_call
 from retape.torch.compat import internals
 from retape.torch.engine.checkpoint import run_region
-from retape.torch.engine.context import THREAD, current_runner, plain
+from retape.torch.engine.context import THREAD, plain
 from retape.torch.engine.policy import Check, Policy
 from retape.torch.engine.region import Region
 
@@ -244,7 +244,7 @@ def refuse_leftovers() -> None:
     """Nothing of the engine may be in force after a step."""
     left = []
     left += ["runs"] if THREAD.runs else []
-    left += ["a manager"] if current_runner() is not None else []
+    left += ["a manager"] if THREAD.runner is not None else []
     left += ["plain"] if THREAD.plain else []
     left += ["a dispatch mode"] if internals.count_dispatch_modes() else []
     left += ["a function mode"] if internals.count_function_modes() > _function_modes_of_torch() else []

@@ -71,7 +71,7 @@ class ArgumentTemplates:
     added to `others`. Containers that are one object in the call are one object when they are rebuilt.
     """
 
-    __slots__ = ("_as_given", "_containers", "_ids", "_plain", "_tuples", "keywords", "only_tensors", "positional")
+    __slots__ = ("_as_given", "_containers", "_ids", "_plain", "_tuples", "has_containers", "keywords", "only_tensors", "positional")
 
     def __init__(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], tensors: list[Tensor], others: list[Any]
@@ -88,11 +88,7 @@ class ArgumentTemplates:
             self.keywords = {key: self._template(value, tensors, others) for key, value in keywords.items()}
             self._plain = self._plain and _holds_no_container(self.keywords.values())
         self._tuples = None
-
-    @property
-    def has_containers(self) -> bool:
-        """True if a container that can change is among the arguments, at any depth."""
-        return bool(self._containers)
+        self.has_containers = bool(self._containers)  # that can change, at any depth
 
     def share(self, held: Container[int]) -> None:
         """Pass containers, or dataclasses with fields, that have these ids as they are: what holds them restores their contents."""

@@ -309,6 +309,7 @@ class ModuleTree:
     # The dicts of buffers, children and parameters, by whether the walk of the tree found something in them.
     filled: Dicts
     empty: Dicts
+    hooks: Sequence[Any] = ()  # the functions and objects that are hooks of the modules
     _hook_copies: list[dict[Any, Any]] | None = None
     _flag_copies: list[dict[Any, Any]] = []  # noqa: RUF012 - never changed, only replaced
     _objects: list[Any] | None = None  # in fields when it was entered
@@ -341,6 +342,7 @@ class ModuleTree:
         self._hooks: tuple[dict[Any, Any], ...] = layout.pick_hooks(saved)
         if any(self._hooks):
             self._hook_copies = [hook.copy() for hook in self._hooks]
+            self.hooks = list(_flat(map(_values, self._hook_copies)))
             self._flag_copies = [flags.copy() for flags in _hook_flags(fields)]
 
     def _add_buffers(self) -> None:
@@ -359,11 +361,6 @@ class ModuleTree:
     def _content(self) -> tuple[dict[Any, Any], ...]:
         """The dicts of buffers, children and parameters of each module in turn."""
         return self.layout.pick_content(self._saved)  # type: ignore[no-any-return]
-
-    @property
-    def hooks(self) -> list[Any]:
-        """The functions and objects that are hooks of the modules."""
-        return [] if self._hook_copies is None else list(_flat(map(_values, self._hook_copies)))
 
     def place(self, number: int) -> tuple[dict[Any, Any], str]:
         """Return the dict and the key of tensor `number` of `state`."""

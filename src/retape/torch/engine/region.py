@@ -125,7 +125,8 @@ class Region:
     _digests: dict[int, Digest] | None = None  # of dropped slots, where a recipe is to be proven
     _transfers: RegionTransfers | None = None  # where slots or inputs are moved
     _held_collectives: HeldCollectives | None = None
-    _communicates = False  # the first run started a collective
+    communicates = False  # the first run started a collective
+    selects = False  # its contexts decide op by op what a re-run runs
     _asks = False  # the function asks whether it is run again, and does something else then
     _used_up: UsedUp | None = None  # by the first run, so that it cannot be run again
 
@@ -143,6 +144,8 @@ class Region:
         self.check, self._compares = check, check is not _OFF
         self.early_stop = early_stop
         self._contexts = contexts
+        if contexts is not None:
+            self.selects = getattr(contexts[1], "is_selective", False)
         self._slots: list[weakref.ref[Slot]] = []
         self._call = call
         proof = policy.proof
@@ -224,7 +227,7 @@ class Region:
                 outputs = self._run_within(Recording(self._decisions), function, arguments, keywords)
             else:
                 outputs = function(*arguments, **keywords)
-            self._communicates = started != _collectives_started()
+            self.communicates = bool(started) and started != _collectives_started()
         except RuntimeError as error:
             raise_explained(self.name, error)
         finally:
@@ -414,7 +417,7 @@ class Region:
             and not self.is_running  # a proof covers the slots of the whole forward, and not all are saved yet
             and not self.has_diverged
             and not self.is_compiled
-            and (self._held_collectives is not None or not self._communicates)
+            and (self._held_collectives is not None or not self.communicates)
             and self._refilled_in_part(recipe, targets, held)
         ):
             return None
@@ -427,8 +430,8 @@ class Region:
         return outputs
 
     def collectives_again(self) -> RepeatedCollectives | None:
-        """Return the mode for the collectives of a re-run; None if its first run started none."""
-        return RepeatedCollectives(self._held_collectives) if self._communicates and not self.is_compiled else None
+        """Return the mode for the collectives of a re-run; None in a compiled region."""
+        return None if self.is_compiled else RepeatedCollectives(self._held_collectives)
 
     def _run_again(self, rerun: RegionRerun, held: list[Tensor]) -> Any:
         self.reruns += 1
@@ -590,13 +593,6 @@ class Region:
     def is_compiled(self) -> bool:
         """True if the function, or a module of it, is compiled."""
         return is_compiled(self._call)
-
-    @property
-    def is_selective(self) -> bool:
-        """True if a mode of retape's own decides op by op what a re-run runs."""
-        return self.policy.recipe is not None or (
-            self._contexts is not None and getattr(self._contexts[1], "is_selective", False)
-        )
 
     @property
     def repeatable(self) -> bool:

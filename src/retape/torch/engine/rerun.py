@@ -152,7 +152,8 @@ class RegionRerun(RegionRun):
             self._last = max(self._last, recipe_mode.last_checked)
         self._may_stop_from = self._last - 1 if early_stop else _NEVER
         # Modes of our own need not see what the hooks do; those of others may count on it.
-        self._detach: Callable[[Tensor], Tensor] = internals.detach_unseen if region.is_selective else _detach
+        selective = region.selects or region.policy.recipe is not None
+        self._detach: Callable[[Tensor], Tensor] = internals.detach_unseen if selective else _detach
 
     # --- the hooks ----------------------------------------------------------------------------------------------
 
@@ -283,7 +284,8 @@ class RegionRerun(RegionRun):
             args, keywords = (tensors, {}) if given.only_tensors else given.rebuild(tensors)
             if self._for_itself:
                 restored.keep_gradients()
-            mode, collectives = self._mode, self.region.collectives_again()
+            mode, region = self._mode, self.region
+            collectives = region.collectives_again() if region.communicates else None
             if mode is None and contexts is None and decisions is None and collectives is None:
                 return self._hooked(call, args, keywords)
             with (
