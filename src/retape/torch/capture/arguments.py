@@ -71,7 +71,17 @@ class ArgumentTemplates:
     added to `others`. Containers that are one object in the call are one object when they are rebuilt.
     """
 
-    __slots__ = ("_as_given", "_containers", "_ids", "_plain", "_tuples", "has_containers", "keywords", "only_tensors", "positional")
+    __slots__ = (
+        "_as_given",
+        "_containers",
+        "_ids",
+        "_plain",
+        "_tuples",
+        "has_containers",
+        "keywords",
+        "only_tensors",
+        "positional",
+    )
 
     def __init__(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], tensors: list[Tensor], others: list[Any]
