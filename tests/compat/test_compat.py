@@ -568,6 +568,23 @@ def test_generator_words(draw, seed):
         assert has_moved == (before != [each.raw for each in words])
 
 
+def test_generator_position():
+    assert internals.generator_position(torch.Generator()) is None
+    assert hasattr(torch.Generator, "initial_seed")
+    assert hasattr(torch.Generator, "get_offset")
+    if not torch.cuda.is_available():
+        return
+    generator = torch.Generator("cuda").manual_seed(3)
+    position = internals.generator_position(generator)
+    for draw in (lambda: torch.rand(5, device="cuda", generator=generator), lambda: generator.manual_seed(4)):
+        before, state = position(), generator.get_state()
+        assert position() == before
+        draw()
+        assert position() != before
+        generator.set_state(state)
+        assert position() == before
+
+
 def test_python_random_words():
     words = internals.python_random_words()
     if words is None:

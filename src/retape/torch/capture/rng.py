@@ -11,7 +11,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,30 +40,39 @@ class Stream:
 class GeneratorStream(Stream):
     """A torch.Generator of the CPU or of a device. Its token is the state as bytes."""
 
-    __slots__ = ("_last", "generator", "views")
+    __slots__ = ("_last", "generator", "position", "views")
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, position: Callable[[], Any] | None = None) -> None:
+        """`position` returns a value that differs once a device's generator has moved; without it, its whole state is compared."""
         self.generator = generator
         words = internals.generator_words(generator)
         # Of the CPU's memory, where that can be read: they differ once it has moved.
         self.views: tuple[memoryview, ...] = () if words is None else (_part(words[0], 0), memoryview(words[1]))
-        # The bytes of the views when the state was last read, and that state.
-        self._last: tuple[bytes, bytes] = (b"", b"")
+        self.position = internals.generator_position(generator) if position is None else position
+        # What `_look` returned when the state was last read, and that state.
+        self._last: tuple[Any, bytes] = (None, b"")
+
+    def _look(self) -> Any:
+        """Return a value that differs once the generator has moved, or None if only its state tells."""
+        if self.views:
+            return _join(self.views)
+        return None if self.position is None else self.position()
 
     def peek(self) -> Token:
-        last, seen = self._last, _join(self.views)
-        if seen and last[0] == seen:  # regions that draw nothing share one copy
+        last, seen = self._last, self._look()
+        if seen is not None and last[0] == seen:  # regions that draw nothing share one copy
             return last[1]
         state = self.generator.get_state()  # on the CPU, whatever the generator's device
         token = bytes(internals.memory_of(state))
         if token == last[1]:
             token = last[1]
-        self._last = (seen, token)
+        if seen == self._look():  # no other thread has drawn in between
+            self._last = (seen, token)
         return token
 
     def is_at(self, token: Token) -> bool:
-        last, seen = self._last, _join(self.views)
-        return last[0] == seen if seen and last[1] is token else super().is_at(token)
+        last, seen = self._last, self._look()
+        return last[0] == seen if seen is not None and last[1] is token else super().is_at(token)
 
     def seek(self, token: Token) -> None:
         self.generator.set_state(torch.frombuffer(bytearray(token), dtype=torch.uint8))
@@ -222,18 +231,17 @@ def seek(draws: Draws) -> None:
 
 def rewind(draws: Draws) -> Draws:
     """Put streams at these positions; return the positions they had, for another `rewind`."""
-    found, tokens = draws
-    if found is _ONLY_CPU and _CPU.is_at(tokens[0]):
+    if draws[0] is _SHARED.of_torch and not moved(draws):
         return draws
-    before = found, peek(found)
+    before = draws[0], peek(draws[0])
     seek(draws)
     return before
 
 
 def peek(found: tuple[Stream, ...]) -> list[Token]:
     """Return the positions of streams."""
-    if found is _ONLY_CPU:
-        return [_CPU.peek()]
+    if found is _SHARED.of_torch:
+        return [stream.peek() for stream in found]
     with internals.unobserved():
         return [stream.peek() for stream in found]
 
@@ -241,66 +249,72 @@ def peek(found: tuple[Stream, ...]) -> list[Token]:
 def capture(generators: Sequence[Any]) -> Draws:
     """Return every stream that the caller could draw from, with its position; the first is the CPU's.
 
-    A further stream of the process or of a device belongs to `others`.
+    Those of the process are in `SharedPositions`; `generators` are those that the call reaches.
     """
     devices = internals.cuda_devices_in_use() if _CUDA_BUILT and internals.cuda_initialized() else ()
-    last, alone = _SHARED.last, not (devices or generators)
-    if alone and last[0] is not None:  # numpy is imported, and all three streams can be viewed
-        if last[0] == (_join(_SHARED.views), _PYTHON.instance.gauss_next, _NUMPY.current()):
-            return last[1]
-        return _SHARED.record()
-    if alone and "numpy.random" in sys.modules:
-        return _SHARED.record()
-    others = [*[torch.cuda.default_generators[i] for i in devices], *generators]
-    more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in others]
-    found = (*(_WITH_NUMPY if "numpy.random" in sys.modules else _WITHOUT_NUMPY), *more)
+    if devices != _SHARED.devices:
+        _SHARED.use(devices, [GeneratorStream(torch.cuda.default_generators[number]) for number in devices])
+    if "numpy.random" not in sys.modules:
+        found: tuple[Stream, ...] = (_CPU, _PYTHON, *_SHARED.of_torch[1:])
+    elif generators:
+        found = _SHARED.streams
+    else:
+        last = _SHARED.last
+        return last[1] if last[0] is not None and last[0] == _SHARED.look() else _SHARED.record()
+    more = [GeneratorStream(g) if isinstance(g, torch.Generator) else ObjectStream(g) for g in generators]
+    found = (*found, *more)
     return found, peek(found)
 
 
-_WITH_NUMPY = (_CPU, _PYTHON, _NUMPY)
-_WITHOUT_NUMPY = (_CPU, _PYTHON)
-_ONLY_CPU = (_CPU,)
+class SharedPositions:
+    """The streams of the process, compared at once: regions that draw nothing share one record of positions."""
 
-
-class _SharedPositions:
-    """The CPU's, Python's and numpy's streams, compared at once: regions that draw nothing share one record of positions."""
-
-    __slots__ = ("last", "views")
+    __slots__ = ("devices", "last", "of_torch", "positions", "streams", "views")
 
     def __init__(self) -> None:
+        self.use((), [])
+
+    def use(self, devices: tuple[int, ...], streams: Sequence[GeneratorStream]) -> None:
+        """Include the streams of these CUDA devices."""
+        self.devices = devices
+        self.streams: tuple[Stream, ...] = (_CPU, _PYTHON, _NUMPY, *streams)
+        self.of_torch: tuple[GeneratorStream, ...] = (_CPU, *streams)
+        self.positions = [stream.position for stream in streams if stream.position is not None]
         self.views: tuple[memoryview, ...] = ()
-        # What `look` returned last (None before the first time), the positions of all three, and that of the CPU's stream.
+        # What `look` returned last (None before the first time), the positions of all streams, and those of torch's.
         self.last: tuple[tuple[Any, ...] | None, Draws, Draws] = (None, NONE_DRAWN, NONE_DRAWN)
 
     def look(self) -> tuple[Any, ...]:
-        """Return a value that differs once one of them has moved; `capture` and `drawn` have it inlined."""
-        return _join(self.views), _PYTHON.instance.gauss_next, _NUMPY.current()
+        """Return a value that differs once one of them has moved."""
+        seen = (_join(self.views), _PYTHON.instance.gauss_next, _NUMPY.current())
+        return (*seen, *[position() for position in self.positions]) if self.positions else seen
 
     def record(self) -> Draws:
-        draws: Draws = _WITH_NUMPY, [stream.peek() for stream in _WITH_NUMPY]
+        draws: Draws = self.streams, [stream.peek() for stream in self.streams]
         self.last = (None, NONE_DRAWN, NONE_DRAWN)  # its views may be invalid by now
-        if all(stream.views for stream in _WITH_NUMPY) and _NUMPY.current is not None:
+        can_be_seen = _CPU.views and _PYTHON.views and _NUMPY.views and _NUMPY.current is not None
+        if can_be_seen and len(self.positions) == len(self.devices):
             self.views = (*_CPU.views, *_PYTHON.views, *_NUMPY.views)
             seen = self.look()
-            if draws[1] == [stream.peek() for stream in _WITH_NUMPY]:  # no other thread has drawn in between
-                self.last = (seen, draws, (_ONLY_CPU, draws[1][:1]))
+            if draws[1] == [stream.peek() for stream in self.streams]:  # no other thread has drawn in between
+                self.last = (seen, draws, self.without_others(draws[1]))
         return draws
 
+    def without_others(self, tokens: list[Token]) -> Draws:
+        """Return torch's streams and their positions, of those of all streams."""
+        return self.of_torch, [tokens[0], *tokens[3:]]
 
-_SHARED = _SharedPositions()
+
+_SHARED = SharedPositions()
 
 
 def drawn(before: Draws) -> Draws:
     """Return the streams of `before` that have moved, and torch's: `torch.random.fork_rng` draws and puts them back."""
     last = _SHARED.last
-    if (
-        last[0] is not None
-        and before is last[1]
-        and last[0] == (_join(_SHARED.views), _PYTHON.instance.gauss_next, _NUMPY.current())
-    ):
+    if last[0] is not None and before is last[1] and last[0] == _SHARED.look():
         return last[2]
     found, tokens = before
-    if found is _WITH_NUMPY and _PYTHON.peek() == tokens[1] and _NUMPY.peek() == tokens[2]:
-        return _ONLY_CPU, tokens[:1]
+    if found is _SHARED.streams and _PYTHON.peek() == tokens[1] and _NUMPY.peek() == tokens[2]:
+        return _SHARED.without_others(tokens)
     kept = [i for i, stream in enumerate(found) if type(stream) is GeneratorStream or stream.peek() != tokens[i]]
     return tuple([found[i] for i in kept]), [tokens[i] for i in kept]

@@ -350,6 +350,14 @@ def generator_words(generator: torch.Generator) -> tuple[Any, Any] | None:
     return _Twister.from_address(address), _Spares.from_address(address + ctypes.sizeof(_Twister))
 
 
+def generator_position(generator: torch.Generator) -> Callable[[], tuple[int, int]] | None:
+    """Return a function that reads the seed and the offset of a CUDA generator, which are all of its state; None for others."""
+    if type(generator) is not torch.Generator or generator.device.type != "cuda":
+        return None
+    seed, offset = generator.initial_seed, generator.get_offset
+    return lambda: (seed(), offset())
+
+
 def _address(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]
 
