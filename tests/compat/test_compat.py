@@ -2,8 +2,10 @@
 
 import ast
 import contextvars
+import copy
 import inspect
 import os
+import pickle
 import random
 import struct
 import subprocess
@@ -291,6 +293,81 @@ def test_norms():
     assert issubclass(torch.nn.BatchNorm1d, internals.NORMS)
     assert issubclass(torch.nn.InstanceNorm1d, internals.NORMS)
     assert not issubclass(torch.nn.LayerNorm, internals.NORMS)
+
+
+def test_call_field():
+    """`Module.compile` puts what it compiled there; a call asks it first, and copies leave it out."""
+    module = torch.nn.Linear(2, 2)
+    assert getattr(module, compiler_internals.CALL_FIELD) is None
+    module.compile(backend="eager")
+    assert vars(module)[compiler_internals.CALL_FIELD] is not None
+    vars(module)[compiler_internals.CALL_FIELD] = lambda x: "answered"
+    assert module(None) == "answered"
+    assert compiler_internals.CALL_FIELD not in vars(copy.deepcopy(module))
+    assert compiler_internals.CALL_FIELD not in vars(pickle.loads(pickle.dumps(module)))
+
+
+def test_call_impl():
+    """It runs the hooks of a module, and does not ask the field."""
+    module, seen = torch.nn.Identity(), []
+    module.register_forward_hook(lambda *given: seen.append(given))
+    vars(module)[compiler_internals.CALL_FIELD] = None.__ne__
+    assert compiler_internals.call_impl(module, 3) == 3
+    assert len(seen) == 1
+
+
+def asked(module, plain_call, arguments, keywords):
+    return plain_call(*arguments, **keywords) + 1
+
+
+def test_answer_calls():
+    module = torch.nn.Identity()
+    compiler_internals.answer_calls(module, asked)
+    assert module(3) == 4
+
+
+def test_leave_calls():
+    module = torch.nn.Identity()
+    compiler_internals.leave_calls(module)
+    compiler_internals.answer_calls(module, asked)
+    compiler_internals.leave_calls(module)
+    assert module(3) == 3
+    assert vars(module).keys() == vars(torch.nn.Identity()).keys()
+
+
+def test_is_answered():
+    module = torch.nn.Identity()
+    assert not compiler_internals.is_answered(module)
+    compiler_internals.answer_calls(module, asked)
+    assert compiler_internals.is_answered(module)
+    module.compile(backend="eager")
+    assert not compiler_internals.is_answered(module)
+
+
+def test_plain_call():
+    module = torch.nn.Identity()
+    module.compile(backend="eager")
+    compiler_internals.answer_calls(module, asked)
+    assert compiler_internals.plain_call(module, 3) == 3
+
+
+def test_answer_in():
+    module = torch.nn.Identity()
+    assert compiler_internals.answer_in(vars(module)) is None
+    module.compile(backend="eager")
+    assert compiler_internals.answer_in(vars(module)) is None
+    compiler_internals.answer_calls(module, asked)
+    assert compiler_internals.answer_in(vars(module)) is not None
+
+
+def test_put_answer():
+    module = torch.nn.Identity()
+    compiler_internals.answer_calls(module, asked)
+    answered = compiler_internals.answer_in(vars(module))
+    compiler_internals.put_answer(vars(module), None)
+    assert module(3) == 3
+    compiler_internals.put_answer(vars(module), answered)
+    assert module(3) == 4
 
 
 def test_is_compiled():
@@ -1145,6 +1222,9 @@ def test_on_gradient():
     hook_internals.on_gradient(view, seen.append)
     view.sum().backward()
     assert torch.equal(seen[0], torch.ones(2))
+    leaf = torch.zeros(4, requires_grad=True)
+    hook_internals.on_gradient(leaf, seen.append)
+    assert not leaf._backward_hooks
 
 
 def test_has_backward_hooks():

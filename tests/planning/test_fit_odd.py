@@ -471,3 +471,67 @@ def test_in_eval():
     assert not model.training
     assert_same(trained(model, rows(64), call), trained(plain, rows(64), call))
     made.remove()
+
+
+class AsksForClasses(Chain):
+    """Code that compares classes with `is`, counts in its class, and calls its base by its class."""
+
+    class Scaled(Body):
+        calls = 0
+
+        def forward(self, x, scale=None):
+            type(self).calls += 1
+            return super(self.__class__, self).forward(x if scale is None else x * scale)
+
+    def __init__(self):
+        super().__init__(self.Scaled)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, x.mean().tanh()) if type(block) is self.Scaled else block(x)
+        return x.square().mean() + {self.Scaled: 1.0}.get(type(self.blocks[0]), 0.0)
+
+
+def test_code_that_compares_classes():
+    same_training(AsksForClasses, rows(64))
+
+
+class ReturnsAParameter(Chain):
+    """As CLIP returns its scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x), self.scale
+
+
+def test_a_returned_parameter_keeps_no_hook():
+    def step(model, batch):
+        loss, scale = model(batch)
+        return loss * scale.exp()
+
+    model = ReturnsAParameter()
+    made = fit(model, rows(64), budget=0.6, step=step)
+    for _ in range(3):
+        step(model, rows(64)).backward()
+    assert not model.scale._backward_hooks
+    made.remove()
+    with retape.adaptive(model, budget="1GiB"):
+        step(model, rows(64)).backward()
+    assert not model.scale._backward_hooks
+
+
+def test_weight_norm_may_be_removed_from_a_fitted_layer():
+    model = Chain()
+    for block in model.blocks:
+        nn.utils.parametrizations.weight_norm(block.up)
+    made = fit(model, rows(64), budget=0.6)
+    for block in model.blocks:
+        nn.utils.parametrize.remove_parametrizations(block.up, "weight")
+        nn.utils.parametrizations.spectral_norm(block.down)
+    plain = copy.deepcopy(model)
+    assert_same(trained(model, rows(64), call), trained(plain, rows(64), call))
+    made.remove()
+    fit(model, rows(64), budget=0.6).remove()

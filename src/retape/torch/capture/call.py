@@ -76,7 +76,7 @@ from retape.torch.capture.holders.values import (
 from retape.torch.capture.module_tree import HELD, TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
 from retape.torch.capture.unrepeatable import CACHED, WatchedCache, WatchedIterator, is_iterator, may_draw
-from retape.torch.compat import fsdp_internals, process_internals
+from retape.torch.compat import compiler_internals, fsdp_internals, process_internals
 
 _LOG = logging.getLogger("retape")
 _IMPORTED = sys.modules
@@ -634,7 +634,7 @@ def whose_call(method: types.MethodType) -> Any:
     owner, function = method.__self__, method.__func__
     if type(function) is not types.FunctionType or not isinstance(owner, nn.Module):
         return method
-    if function is _MODULE_CALL:
+    if function in _MODULE_CALLS:
         return owner
     if not any(vars(base).get("__call__") is function for base in type(owner).__mro__):
         return method
@@ -642,5 +642,5 @@ def whose_call(method: types.MethodType) -> Any:
     return owner if all(isinstance(value, _BEHIND_EVERY_CALL) for value in behind) else method
 
 
-_MODULE_CALL = nn.Module.__call__
+_MODULE_CALLS = (compiler_internals.plain_call, nn.Module.__call__)
 _BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, and loggers

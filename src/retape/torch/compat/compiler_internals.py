@@ -3,22 +3,96 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+# --- the call of a module ---------------------------------------------------------------------------------------------
+#
+# `nn.Module.__call__` first asks a field of the module, in which `Module.compile` puts what it compiled. Copies and pickles leave it out.
+
+CALL_FIELD = "_compiled_call_impl"
+call_impl = nn.Module._call_impl  # the forward and the hooks of a module, whatever is in that field
+_Answer = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class AnsweredCall:
+    """In a module's field: `answer(module, plain_call, arguments, keywords)` is asked when it is called. `compiled` was there before."""
+
+    __slots__ = ("_answer", "_module", "compiled")
+
+    def __init__(self, module: nn.Module, answer: _Answer) -> None:
+        self._module, self._answer = weakref.ref(module), answer
+        self.compiled: Callable[..., Any] | None = vars(module).get(CALL_FIELD)
+
+    def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
+        module: Any = self._module()
+        return self._answer(module, MethodType(plain_call, module), arguments, keywords)
+
+
+def answer_calls(module: nn.Module, answer: _Answer) -> None:
+    """Let `answer` be asked when a module is called, outside the module's hooks."""
+    vars(module)[CALL_FIELD] = AnsweredCall(module, answer)
+
+
+def leave_calls(module: nn.Module) -> None:
+    """Undo `answer_calls`."""
+    fields = vars(module)
+    if is_answered(module):
+        put_answer(fields, fields[CALL_FIELD].compiled)
+
+
+def is_answered(module: nn.Module) -> bool:
+    """True if `answer_calls` holds for a module; `Module.compile` ends it."""
+    return type(vars(module).get(CALL_FIELD)) is AnsweredCall
+
+
+def answer_in(fields: dict[Any, Any]) -> AnsweredCall | None:
+    """Return what `answer_calls` has put into the fields of a module."""
+    found = dict.get(fields, CALL_FIELD)
+    return found if type(found) is AnsweredCall else None
+
+
+def put_answer(fields: dict[Any, Any], value: Any) -> None:
+    """Put a value in the place of what `answer_calls` has put there; None is for no value."""
+    if value is None:
+        fields.pop(CALL_FIELD, None)
+    else:
+        fields[CALL_FIELD] = value
+
+
+def plain_call(module: nn.Module, /, *arguments: Any, **keywords: Any) -> Any:
+    """Call a module as without `answer_calls`."""
+    compiled = _compiled_call(module)
+    if compiled is None:
+        return call_impl(module, *arguments, **keywords)
+    return compiled(*arguments, **keywords)
+
+
+def _compiled_call(value: Any) -> Callable[..., Any] | None:
+    """Return what `Module.compile` made of the call of a module."""
+    found = getattr(value, CALL_FIELD, None)
+    return found.compiled if type(found) is AnsweredCall else found
+
+
+# --- compiled code ----------------------------------------------------------------------------------------------------
+
+
 def is_compiled(value: Any) -> bool:
     """True if a module or function is the result of torch.compile."""
     return (
         type(value).__name__ == "OptimizedModule"
-        or getattr(value, "_compiled_call_impl", None) is not None
+        or _compiled_call(value) is not None
         or hasattr(value, "_torchdynamo_orig_callable")
     )
 
@@ -162,7 +236,7 @@ _LONGEST_REASON = 300  # characters: a failed build names its whole command
 
 def replays_cuda_graphs(module: Any) -> bool:
     """True if a module was compiled by its user in a mode that records CUDA graphs."""
-    compiled = getattr(module, "_compiled_call_impl", None) or module
+    compiled = _compiled_call(module) or module
     read = getattr(compiled, "get_compiler_config", None)
     config = read() if callable(read) else None
     return bool(config and config.get("triton.cudagraphs"))

@@ -63,7 +63,7 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `hook` in backward, when the gradient of a tensor is known.
+    """Call `hook` in backward, when the gradient of a tensor is known; of a leaf, which would keep the hook, it is not called.
 
     `Tensor.register_hook` alone ends in a segmentation fault (torch 2.13) on a view whose base was written in place afterwards:
 
@@ -75,8 +75,8 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
     It adds an empty dict of hooks before it reads `grad_fn`; reading that makes a new grad_fn for such a view, which removes the dict, and
     PyTorch then registers a null pointer. A grad_fn that was read before is up to date.
     """
-    _ = tensor.grad_fn
-    tensor.register_hook(hook)
+    if tensor.grad_fn is not None:
+        tensor.register_hook(hook)
 
 
 _BackwardEnd = Callable[[Exception | None], Exception | None]

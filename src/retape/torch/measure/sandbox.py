@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from retape.core.errors import InvalidInput
 from retape.torch.capture import rng
-from retape.torch.compat import fsdp_internals, hook_internals, internals
+from retape.torch.compat import compiler_internals, fsdp_internals, hook_internals, internals
 from retape.torch.measure.reachable import NamedValue, Reachable, Role, is_array, keyed, slots_of
 from retape.torch.measure.tuning import TUNING
 
@@ -312,12 +312,27 @@ def save_container(name: str, container: Any) -> SavedContainer:
     return _SavedArray(name, container)
 
 
+@contextmanager
+def _unanswered(fields: dict[Any, Any]) -> Iterator[None]:
+    """Take what answers the calls of a module out of its fields meanwhile: it is attached and detached between steps."""
+    answered = compiler_internals.answer_in(fields)
+    if answered is None:
+        yield
+        return
+    compiler_internals.put_answer(fields, answered.compiled)
+    try:
+        yield
+    finally:
+        compiler_internals.put_answer(fields, answered)
+
+
 class _SavedDict:
     __slots__ = ("_keys", "_live", "_saved_values", "name")
 
     def __init__(self, name: str, live: dict[Any, Any]) -> None:
         self.name, self._live = name, live
-        self._keys, self._saved_values = tuple(live), tuple(live.values())
+        with _unanswered(live):
+            self._keys, self._saved_values = tuple(live), tuple(live.values())
 
     def _is_same(self) -> bool:
         live = self._live
@@ -328,6 +343,10 @@ class _SavedDict:
         )
 
     def changes(self) -> Iterator[tuple[str, Any]]:
+        with _unanswered(self._live):
+            yield from self._changes()
+
+    def _changes(self) -> Iterator[tuple[str, Any]]:
         if self._is_same():
             return
         before = dict(zip(self._keys, self._saved_values, strict=True))
@@ -338,6 +357,10 @@ class _SavedDict:
                 yield keyed(self.name, None if numbered else key, position), (None if now is _ABSENT else now)
 
     def restore(self) -> None:
+        with _unanswered(self._live):
+            self._restore()
+
+    def _restore(self) -> None:
         if self._is_same():
             return
         # Methods of a subclass may do more than set a key.

@@ -1,10 +1,10 @@
-"""Attaches a caller to a module: its class is replaced by a subclass whose `__call__` asks the caller.
+"""Attaches a caller to a module: its calls go through a field that `nn.Module.__call__` asks first (`compat/compiler_internals.py`).
 
-`isinstance`, `state_dict`, names and attributes stay as they were. A module that FSDP2 shards is asked for its `forward` instead, inside
-the hooks that gather and free its weights: a region then never gathers, and its re-run finds the weights that backward needs anyway.
-Pickles and deep copies are of the original class: they run plainly, with weights of their own. The attached callers are in
-`profiles/session.py` and `executor.py`. The model inside a wrapper, and the hash of its structure that a saved plan is checked against,
-are here too.
+The class, `state_dict`, names and other attributes stay as they were; pickles and copies run plainly, with weights of their own. In a
+model that FSDP2 shards, which replaces classes itself, the class is replaced by a subclass. A sharded module is asked for its `forward`,
+inside the hooks that gather and free its weights: a region then never gathers, and its re-run finds the weights that backward needs
+anyway. The attached callers are in `profiles/session.py` and `executor.py`. The model inside a wrapper, and the hash of its structure
+that a saved plan is checked against, are here too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import logging
 import operator
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,12 +56,20 @@ _OWN_FORWARDS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictio
 
 
 def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+    """Ask the caller of a module; the forward of a divided container runs its pieces."""
     caller = _CALLERS.get(module)
-    if caller is not None:
-        return caller(module, plain_call, arguments, keywords)
-    if getattr(module, "_is_replica", False):
-        raise replicated(type(module).__name__)
-    return plain_call(*arguments, **keywords)
+    if caller is None:
+        return plain_call(*arguments, **keywords)
+    if module in _PIECES:
+        plain_call = partial(_call_in_pieces, module, plain_call)
+    return caller(module, plain_call, arguments, keywords)
+
+
+def _asked(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+    """Answer the call of an attached module."""
+    compiling = torch.compiler.is_compiling() or compiler_internals.compiler_is_on()
+    answer = _answered_uncompiled if compiling else _answered
+    return answer(module, plain_call, arguments, keywords)
 
 
 def replicated(what: str) -> InvalidInput:
@@ -88,15 +97,14 @@ def _say_uncompiled(name: str) -> None:
     )
 
 
+# --- models that FSDP2 shards -----------------------------------------------------------------------------------------
+
+
 class _Attached:
-    """Base of the classes of attached modules."""
+    """Base of the classes of attached modules in models that FSDP2 shards."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        module = cast(nn.Module, self)
-        plain_call = super().__call__  # type: ignore[misc]
-        compiling = torch.compiler.is_compiling() or compiler_internals.compiler_is_on()
-        answer = _answered_uncompiled if compiling else _answered
-        return answer(module, plain_call, arguments, keywords)
+        return _asked(cast(nn.Module, self), super().__call__, arguments, keywords)  # type: ignore[misc]
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the shards of weights that FSDP2 would have freed without the plan: they have the gradients."""
@@ -110,9 +118,7 @@ class _Attached:
 
 def _forward_inside_hooks(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     """Ask the caller for the forward of a module, inside the module's hooks."""
-    compiling = torch.compiler.is_compiling() or compiler_internals.compiler_is_on()
-    answer = _answered_uncompiled if compiling else _answered
-    return answer(module, MethodType(_plain_forward, module), arguments, keywords)
+    return _asked(module, MethodType(_plain_forward, module), arguments, keywords)
 
 
 def _call_of_sharded(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
@@ -150,8 +156,34 @@ def _plain_forward(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
 
 
 def original_class(kind: type) -> type:
-    """Return the class that a module had before it was attached; the class itself if it was not."""
+    """Return the class that a module had before it was attached; the class itself if it was not replaced."""
     return kind.__mro__[2] if len(kind.__mro__) > 2 and kind.__mro__[1] is _Attached else kind
+
+
+def _in_sharded_model(module: nn.Module) -> bool:
+    """True if a module is sharded by FSDP2, or has such modules inside."""
+    return fsdp_internals.in_use() and any(map(fsdp_internals.is_sharded, module.modules()))
+
+
+def _replace_class(module: nn.Module, *, outside_hooks: bool) -> None:
+    kind, inside = type(module), not outside_hooks and fsdp_internals.is_sharded(module)
+    module.__class__ = _attached_class(kind, inside)  # type: ignore[arg-type]  # classes can be hashed
+    if inside and "forward" in vars(module):  # as torch.compile sets it
+        _OWN_FORWARDS[module] = vars(module).pop("forward")
+    frees = fsdp_internals.freed_after_forward(module) if inside else None
+    if frees is not None:
+        _FREED[module] = frees
+
+
+@cache
+def _attached_class(kind: type, inside_hooks: bool = False) -> type:
+    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    if inside_hooks:
+        names |= {"forward": _forward_inside_hooks, "__call__": _call_of_sharded}
+    return type(kind.__name__, (_Attached, kind), names)
+
+
+# --- attaching and detaching ------------------------------------------------------------------------------------------
 
 
 def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), *, outside_hooks: bool = False) -> None:
@@ -163,17 +195,10 @@ def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), 
     if is_attached(module):
         raise InvalidInput(f"{type(module).__name__} is managed by a fit already. Call its remove() first.")
     detach(module)  # what only watches its calls
-    kind = type(module)
-    inside = not outside_hooks and fsdp_internals.is_sharded(module)
-    try:
-        module.__class__ = _attached_class(kind, bool(pieces), inside)  # type: ignore[arg-type]  # classes can be hashed
-    except TypeError as error:
-        raise InvalidInput(f"{kind.__name__} cannot be managed: {error}. Leave it out of regions=.") from error
-    if inside and "forward" in vars(module):  # as torch.compile sets it
-        _OWN_FORWARDS[module] = vars(module).pop("forward")
-    frees = fsdp_internals.freed_after_forward(module) if inside else None
-    if frees is not None:
-        _FREED[module] = frees
+    if _in_sharded_model(module):
+        _replace_class(module, outside_hooks=outside_hooks)
+    else:
+        compiler_internals.answer_calls(module, _asked)
     _CALLERS[module] = caller
     if pieces:
         _PIECES[module] = tuple(pieces)
@@ -181,9 +206,9 @@ def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), 
 
 def detach(module: nn.Module) -> None:
     """Undo `attach`; a module that is not attached stays as it is."""
-    kind = type(module)
-    if kind.__mro__[1] is _Attached:
-        module.__class__ = original_class(kind)
+    compiler_internals.leave_calls(module)
+    if issubclass(type(module), _Attached):
+        module.__class__ = original_class(type(module))
     if module in _OWN_FORWARDS:
         module.forward = _OWN_FORWARDS.pop(module)
     _free_stale(module)
@@ -253,20 +278,26 @@ def _unwatch_calls(reference: weakref.ref[nn.Module], run: Callable[..., Any]) -
 
 def is_attached(module: nn.Module) -> bool:
     """True if a caller answers the calls of a module, and does not only watch them."""
-    if type(module).__mro__[1] is not _Attached:
-        return False
     caller = _CALLERS.get(module)
-    return caller is not None and not (isinstance(caller, WatchedCalls) and caller.caller is _call_plainly)
+    only_watched = isinstance(caller, WatchedCalls) and caller.caller is _call_plainly
+    return caller is not None and not only_watched and _asks_first(module)
 
 
-@cache
-def _attached_class(kind: type, in_pieces: bool = False, inside_hooks: bool = False) -> type:
-    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    if in_pieces:
-        names["forward"] = _run_pieces
-    elif inside_hooks:
-        names |= {"forward": _forward_inside_hooks, "__call__": _call_of_sharded}
-    return type(kind.__name__, (_Attached, kind), names)
+def _asks_first(module: nn.Module) -> bool:
+    """True if the calls of a module with a caller reach it."""
+    return compiler_internals.is_answered(module) or issubclass(type(module), _Attached)
+
+
+def _call_in_pieces(module: nn.Module, plain_call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a container with a forward that runs its pieces, inside its hooks."""
+    fields = vars(module)
+    if "forward" in fields:
+        return plain_call(*arguments, **keywords)
+    fields["forward"] = partial(_run_pieces, module)
+    try:
+        return plain_call(*arguments, **keywords)
+    finally:
+        fields.pop("forward", None)
 
 
 def _run_pieces(module: nn.Module, input: Any) -> Any:
@@ -289,10 +320,31 @@ def _call_plainly(module: nn.Module, plain_call: Callable[..., Any], args: Any, 
     return plain_call(*args, **keywords)
 
 
+class _CheckedRoot:
+    """The caller of a model, which warns once if a region was compiled in place since: then its plan has no effect."""
+
+    def __init__(self, caller: Caller, regions: Mapping[str, nn.Module]) -> None:
+        self._caller = caller
+        self._regions = [(name, weakref.ref(module)) for name, module in regions.items()]
+
+    def __call__(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        for name, reference in self._regions:
+            region = reference()
+            if region is not None and not _asks_first(region):
+                self._regions = []
+                warnings.warn(
+                    f"Region {name} was compiled in place (Module.compile) after the fit, and runs without its plan: the peak may pass "
+                    "the budget. Compile it before retape.fit, or call retape.fit with compile=True.",
+                    stacklevel=2,
+                )
+        return self._caller(module, plain_call, args, keywords)
+
+
 def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller) -> None:
     """Attach a caller to a model, its regions and their parts."""
     pieces = pieces_of(model, regions)
-    attach(model, caller.call_root, pieces.pop(model, ()), outside_hooks=True)
+    call_root = _CheckedRoot(caller.call_root, regions)
+    attach(model, call_root, pieces.pop(model, ()), outside_hooks=True)
     done: list[nn.Module] = [model]
     try:
         for container, parts in pieces.items():

@@ -161,14 +161,14 @@ class Executor:
 
     def call(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Answer the call of a region."""
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            _log_once(_switched_on(module))
         if not torch.is_grad_enabled() or managed_elsewhere():
             set_weights_freed(module, None)  # without a backward they would stay gathered
             return plain_call(*args, **keywords)
         args, keywords, note = LIBRARIES.region_arguments(module, args, keywords)
         if note is not None:
             _log_once(note)
-        if module.training and getattr(module, "gradient_checkpointing", False):
-            _log_once(_switched_on(module))
         number, choice = self._choice(region_name(self._names, module))
         set_weights_freed(module, not choice.keep_gathered)
         if choice.training is not None and choice.training is not module.training:

@@ -103,7 +103,7 @@ class Variant:
 
 def _function(kind: type[nn.Module], share: float, tiles: int) -> FunctionType:
     """Return a function that calls a block as its class does, with its own code object: the compiler caches by code."""
-    call = kind.__call__
+    call = compiler_internals.call_impl
 
     def run(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         return call(module, *arguments, **keywords)

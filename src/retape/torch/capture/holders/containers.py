@@ -29,9 +29,9 @@ from retape.torch.capture.holders.values import (
     tracked_item,
     without_history,
 )
-from retape.torch.compat import process_internals
+from retape.torch.compat import compiler_internals, process_internals
 
-OWN_FIELDS = frozenset(nn.Module().__dict__)
+OWN_FIELDS = frozenset({*nn.Module().__dict__, compiler_internals.CALL_FIELD})
 _flat = itertools.chain.from_iterable
 _values_of = operator.methodcaller("values")
 
@@ -378,7 +378,8 @@ class ModuleHolder:
         dicts: tuple[dict[Any, Any], ...],
         saved_dicts: list[dict[Any, Any]],
     ) -> None:
-        self._fields, self._names, self._saved = fields, names, saved
+        self._fields, self._saved = fields, saved
+        self._names = [*names, compiler_internals.CALL_FIELD]  # what answers the module's calls stays
         self._dicts, self._saved_dicts = dicts, saved_dicts
         self._found: dict[str, Any] | None = None
         self._found_dicts: list[dict[Any, Any]] = []
