@@ -1,5 +1,6 @@
 """A caller between a module and its call: nothing of it shows in the module, and nothing stays."""
 
+import abc
 import copy
 import gc
 import inspect
@@ -17,6 +18,7 @@ from retape.torch.planning.attach import (
     caller_of,
     detach,
     is_attached,
+    original_class,
     put_on,
     put_over,
     take_off,
@@ -46,11 +48,11 @@ class Tripled:
         return 3 * plain_call(*arguments, **keywords)
 
 
-@pytest.fixture
-def attached():
+@pytest.fixture(params=[False, True], ids=["by a field", "by a class"])
+def attached(request):
     torch.manual_seed(0)
     net, caller = Net(), Tripled()
-    attach(net, caller)
+    attach(net, caller, in_compiled=request.param)
     yield net, caller
     detach(net)
 
@@ -77,11 +79,19 @@ def test_hooks_run_inside_the_plain_call(attached):
 
 def test_it_is_what_it_was(attached):
     net, _ = attached
-    assert type(net) is Net
+    kind = type(net)
+    assert kind == Net
+    assert {kind: 1}[Net] == {Net: 1}[kind] == 1
+    assert kind in (Net,)
+    assert kind != nn.Linear
+    assert isinstance(net, Net)
+    names = ("__name__", "__qualname__", "__module__", "__doc__")
+    assert [getattr(kind, name) for name in names] == [getattr(Net, name) for name in names]
+    assert original_class(kind) is Net
     assert list(net.state_dict()) == ["seen", "linear.weight", "linear.bias"]
     assert repr(net) == repr(Net())
     assert inspect.signature(net.forward) == inspect.signature(Net().forward)
-    assert set(vars(net)) - set(vars(Net())) == {CALL_FIELD}
+    assert set(vars(net)) - set(vars(Net())) <= {CALL_FIELD}
     assert net.__getstate__().keys() == vars(Net()).keys()
 
 
@@ -161,6 +171,20 @@ def test_code_that_looks_at_the_class_sees_its_own():
     assert SquaredTwice.calls == 1
     assert type(net) is SquaredTwice
     detach(net)
+
+
+def test_what_code_sets_in_a_replaced_class_is_set_in_its_own():
+    class Counted(Squared, abc.ABC):
+        pass
+
+    net = Counted()
+    attach(net, Tripled(), in_compiled=True)
+    net(X)
+    assert Counted.calls == 1
+    type(net).calls = 7
+    assert (Counted.calls, Squared.calls) == (7, 0)
+    detach(net)
+    assert type(net) is Counted
 
 
 def test_a_module_that_its_user_has_compiled_stays_so():

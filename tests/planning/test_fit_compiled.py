@@ -363,6 +363,28 @@ def test_a_model_compiled_as_a_whole_is_taken_with_compiled_blocks(compiled_as):
     assert [graph.code.count("torch.tanh(") for graph in seen] == [BLOCKS], "the whole is one graph again"
 
 
+class InContainer(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_a_container_that_is_compiled_after_the_fit_is_said_to_have_no_plan():
+    body, batch = made()
+    model = InContainer(body)
+    wanted = step_gradients(model, batch)
+    fit = retape.fit(model, (batch,), budget=0.6, progress=False)
+    model.body = torch.compile(model.body, backend="eager")
+    with pytest.warns(UserWarning, match="A forward of InContainer called no region of its plan"):
+        found = step_gradients(model, batch)
+    assert_equal(found, wanted)
+    model.body = body
+    fit.remove()
+
+
 def test_a_whole_that_records_cuda_graphs_is_refused():
     model, batch = made()
     with pytest.raises(retape.errors.UnsupportedTransform, match="the model itself is compiled with CUDA graphs"):

@@ -61,10 +61,11 @@ class ModelAttachment:
         self._regions = tuple(regions.values())
         done: list[nn.Module] = []
         try:
-            attach.attach(self._model, self._call_root, outside_hooks=True)
+            attach.attach(self._model, self._call_root, outside_hooks=True, in_compiled=True)
             done.append(self._model)
+            compiled = attach.has_compiled_parts(self._model, regions)
             for module in self._regions:
-                attach.attach(module, self._call)
+                attach.attach(module, self._call, in_compiled=compiled)
                 done.append(module)
         except InvalidInput:
             for module in done:

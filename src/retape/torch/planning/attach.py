@@ -1,7 +1,8 @@
 """Attaches a caller to a module: its calls go through a field that `nn.Module.__call__` asks first (`compat/compiler_internals.py`).
 
-The class, `state_dict`, names and other attributes stay as they were; pickles and copies run plainly, with weights of their own. In a
-model that FSDP2 shards, which replaces classes itself, the class is replaced by a subclass. A sharded module is asked for its `forward`,
+The class, `state_dict`, names and other attributes stay as they were; pickles and copies run plainly, with weights of their own. Where
+PyTorch's compiler may trace the call, which does not ask that field, the class is replaced by a subclass: the model itself, and regions
+inside compiled code. So it is in models that FSDP2 shards, which replaces classes itself. A sharded module is asked for its `forward`,
 inside the hooks that gather and free its weights: a region then never gathers, and its re-run finds the weights that backward needs
 anyway. The attached callers are in `profiles/session.py` and `executor.py`. The model inside a wrapper, and the hash of its structure
 that a saved plan is checked against, are here too.
@@ -97,11 +98,27 @@ def _say_uncompiled(name: str) -> None:
     )
 
 
-# --- models that FSDP2 shards -----------------------------------------------------------------------------------------
+# --- modules whose class is replaced ----------------------------------------------------------------------------------
+
+
+class _AttachedClass(type):
+    """Class of the classes in the place of others: comparing, looking up and setting attributes is as with the original."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, type) and original_class(cls) is original_class(other)
+
+    def __hash__(cls) -> int:
+        return hash(original_class(cls))
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name.startswith("__") or name == "_abc_impl":  # as Python itself does while it makes a class
+            super().__setattr__(name, value)
+        else:
+            setattr(original_class(cls), name, value)
 
 
 class _Attached:
-    """Base of the classes of attached modules in models that FSDP2 shards."""
+    """Base of those classes."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return _asked(cast(nn.Module, self), super().__call__, arguments, keywords)  # type: ignore[misc]
@@ -180,22 +197,37 @@ def _attached_class(kind: type, inside_hooks: bool = False) -> type:
     names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     if inside_hooks:
         names |= {"forward": _forward_inside_hooks, "__call__": _call_of_sharded}
-    return type(kind.__name__, (_Attached, kind), names)
+    own = type(kind)
+    metaclass = _AttachedClass if own is type else type(own.__name__, (_AttachedClass, own), {})
+    return metaclass(kind.__name__, (_Attached, kind), names)  # type: ignore[no-any-return]
+
+
+def has_compiled_parts(model: nn.Module, regions: Mapping[str, nn.Module]) -> bool:
+    """True if a part of a model outside its regions is compiled, and with it perhaps their calls."""
+    inside = {id(part) for region in regions.values() for part in region.modules()}
+    return any(compiler_internals.is_compiled(part) for part in model.modules() if id(part) not in inside)
 
 
 # --- attaching and detaching ------------------------------------------------------------------------------------------
 
 
-def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), *, outside_hooks: bool = False) -> None:
-    """Let `caller(module, plain_call, arguments, keywords)` answer every call of the module; raise InvalidInput if it cannot.
+def attach(
+    module: nn.Module,
+    caller: Caller,
+    pieces: Sequence[nn.Module] = (),
+    *,
+    outside_hooks: bool = False,
+    in_compiled: bool = False,
+) -> None:
+    """Let `caller(module, plain_call, arguments, keywords)` answer every call of the module, or raise InvalidInput.
 
     An `nn.Sequential` runs the `pieces`, slices of it, instead of its children. The call of a module that FSDP2 shards is its forward,
-    unless the caller is to be `outside_hooks`.
+    unless the caller is to be `outside_hooks`. `in_compiled` code may call the module.
     """
     if is_attached(module):
         raise InvalidInput(f"{type(module).__name__} is managed by a fit already. Call its remove() first.")
     detach(module)  # what only watches its calls
-    if _in_sharded_model(module):
+    if in_compiled or _in_sharded_model(module):
         _replace_class(module, outside_hooks=outside_hooks)
     else:
         compiler_internals.answer_calls(module, _asked)
@@ -255,7 +287,7 @@ def watch_calls(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None
     if not isinstance(caller, WatchedCalls):
         caller = WatchedCalls(caller if caller is not None and is_attached(module) else _call_plainly)
         if caller.caller is _call_plainly:
-            attach(module, caller, outside_hooks=True)
+            attach(module, caller, outside_hooks=True, in_compiled=True)
         else:
             put_over(module, caller)
     caller.runs.append(run)
@@ -343,18 +375,18 @@ class _CheckedRoot:
 def put_on(model: nn.Module, regions: dict[str, nn.Module], caller: ModelCaller) -> None:
     """Attach a caller to a model, its regions and their parts."""
     pieces = pieces_of(model, regions)
-    call_root = _CheckedRoot(caller.call_root, regions)
-    attach(model, call_root, pieces.pop(model, ()), outside_hooks=True)
+    call_root, compiled = _CheckedRoot(caller.call_root, regions), has_compiled_parts(model, regions)
+    attach(model, call_root, pieces.pop(model, ()), outside_hooks=True, in_compiled=True)
     done: list[nn.Module] = [model]
     try:
         for container, parts in pieces.items():
-            attach(container, _call_plainly, parts, outside_hooks=True)
+            attach(container, _call_plainly, parts, outside_hooks=True, in_compiled=compiled)
             done.append(container)
         for name, module in regions.items():
-            attach(module, caller.call)
+            attach(module, caller.call, in_compiled=compiled)
             done.append(module)
             for part in caller.parts_of(name, module):
-                attach(part, caller.call_part)
+                attach(part, caller.call_part, in_compiled=compiled)
                 done.append(part)
     except BaseException:
         for module in done:

@@ -143,6 +143,12 @@ class Executor:
             self._counts.clear()
         LIBRARIES.begin_forward(args, keywords)
         outputs = plain_call(*args, **keywords)
+        if not self._counts and self._choices and torch.is_grad_enabled() and not managed_elsewhere():
+            self._warn_once(
+                "unused",
+                f"A forward of {original_class(type(module)).__name__} called no region of its plan, as when a part of it is compiled or "
+                "replaced after the fit: the peak may pass the budget. Call retape.fit on the model as it is trained.",
+            )
         self._watch_backward(outputs)
         return outputs
 
