@@ -18,7 +18,7 @@ import retape
 from retape.torch.distributed.members import members_of
 from retape.torch.planning.step_trials import StepTrials
 from support.blocks import MlpBlock, Stack, mean_square
-from support.forked import Case, note_fault, serve
+from support.forked import Case, note_fault
 from support.trials import NO_TURNS, fit_by_ops
 
 FAULTY = 1  # the rank that fails
@@ -310,7 +310,3 @@ CASES = FIT_CASES | {
     "two dimensions": Case(run=two_dimensions, ranks=4),
     "not a member": Case(run=not_a_member),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

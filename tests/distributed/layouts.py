@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import retape
 from retape.errors import BudgetTooSmall, RetapeError
 from support.blocks import square
-from support.forked import Case, serve
+from support.forked import Case
 from support.ranks import sharded
 from support.trials import NO_TURNS, fit_with, op_clock
 
@@ -227,12 +227,10 @@ def outcome(layout, way, rank):
 class Chunk(nn.Module):
     """Layers of one stage of a pipeline."""
 
-    def __init__(self, index, call=None):
+    def __init__(self, index):
         super().__init__()
         torch.manual_seed(index)
         self.blocks = nn.ModuleList(TransformerBlock() for _ in range(2))
-        for block in self.blocks:
-            block.call = call
 
     def forward(self, x):
         for block in self.blocks:
@@ -278,25 +276,77 @@ def run_pipeline(name, chunks, rank, ranks=2):
     return [whole(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
 
 
-def fit_stage(name, chunk, rank, number):
-    """Fit a stage, with as many microbatches in flight as the schedule has there."""
+def fit_stage(name, share, chunk, rank, number):
+    """Fit a stage to a share of the way from its floor to everything, with as many microbatches in flight as the schedule has there."""
     x = torch.randn(1, 8, WIDTH, requires_grad=True)
-    in_flight = retape.Budget.of(1).schedule(name, stage=rank, stages=2, microbatches=MICROBATCHES, chunk=number)
+    fit = partial(retape.fit, chunk, x, step=square, group=False, progress=False)
+    everything, least = (
+        retape.Budget.of(given).schedule(name, stage=rank, stages=2, microbatches=MICROBATCHES, chunk=number)
+        for given in (1.0, 1)
+    )
+    made = fit(budget=everything)
+    peak = made.record.budget_bytes
+    made.remove()
     try:
-        return retape.fit(chunk, x, step=square, budget=in_flight, group=False, progress=False)
+        return fit(budget=least)
     except BudgetTooSmall as error:
-        room = retape.Budget.of(int(1.1 * error.floor_bytes), in_flight=in_flight.in_flight)
-        return retape.fit(chunk, x, step=square, budget=room, group=False, progress=False)
+        floor = 1.1 * error.floor_bytes
+        room = retape.Budget.of(int(floor + share * max(0, peak - floor)), in_flight=least.in_flight)
+        return fit(budget=room)
+
+
+def stages_checkpointed(name, chunks, rank, wanted):
+    for chunk in chunks:
+        for block in chunk.blocks:
+            block.call = retape.checkpoint
+    assert_equal(run_pipeline(name, chunks, rank), wanted)
+
+
+def stages_fitted(share, name, chunks, rank, wanted):
+    fits = [fit_stage(name, share, chunk, rank, number) for number, chunk in enumerate(chunks)]
+    assert_equal(run_pipeline(name, chunks, rank), wanted)
+    assert all(fit.regions_run or fit.record.assignment.keeps_everything for fit in fits)
+    for fit in fits:
+        fit.remove()
+    assert_equal(run_pipeline(name, chunks, rank), wanted)
+
+
+def stages_applied(name, chunks, rank, wanted):
+    for number, chunk in enumerate(chunks):
+        fit = fit_stage(name, 0.3, chunk, rank, number)
+        fit.remove()
+        retape.apply(chunk, fit.record, group=False)
+    assert_equal(run_pipeline(name, chunks, rank), wanted)
+
+
+def stages_adaptive(share, name, chunks, rank, wanted):
+    """Steps under one live budget for each chunk, a share of the way from the bytes between steps to the peak of a plain step."""
+    step = partial(run_pipeline, name, chunks, rank)
+    found = retape.measure(step)
+    budget = int(found.base_bytes + share * (found.peak_bytes - found.base_bytes))
+    lives = [retape.adaptive(chunk, budget=budget) for chunk in chunks]
+    for _ in range(4):
+        assert_equal(step(), wanted)
+    assert any(live.stats().reruns for live in lives), [live.stats() for live in lives]
+    for live in lives:
+        live.remove()
+    assert_equal(step(), wanted)
+
+
+STAGE_WAYS = {
+    "checkpoint": stages_checkpointed,
+    "fit near the floor": partial(stages_fitted, 0.0),
+    "fit with more room": partial(stages_fitted, 0.5),
+    "apply": stages_applied,
+    "adaptive with more room": partial(stages_adaptive, 0.85),
+    "adaptive near the floor": partial(stages_adaptive, 0.65),
+}
 
 
 def pipeline(name, way, rank):
     wanted = run_pipeline(name, [Chunk(number) for number in chunks_of(name, rank)], rank)
-    call = retape.checkpoint if way == "checkpoint" else None
-    chunks = [Chunk(number, call) for number in chunks_of(name, rank)]
     try:
-        fits = [fit_stage(name, chunk, rank, number) for number, chunk in enumerate(chunks)] if way == "fit" else []
-        assert_equal(run_pipeline(name, chunks, rank), wanted)
-        assert all(fit.regions_run or fit.record.assignment.keeps_everything for fit in fits)
+        STAGE_WAYS[way](name, [Chunk(number) for number in chunks_of(name, rank)], rank, wanted)
     except RetapeError as error:
         return f"refused: {error}"
     return "right"
@@ -372,13 +422,9 @@ CASES = {
 CASES |= {
     f"pipeline {name}: {way}": Case(run=partial(pipeline, name, way), timeout_s=90)
     for name in SCHEDULES
-    for way in ("checkpoint", "fit")
+    for way in STAGE_WAYS
 }
 CASES |= {
     "fsdp2 selects inside its hooks": Case(run=selects_inside_hooks, timeout_s=90),
     "held collectives": Case(run=partial_reruns_start_no_collective, timeout_s=60),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

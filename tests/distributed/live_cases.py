@@ -21,7 +21,7 @@ from layouts import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import retape
-from support.forked import Case, note_fault, serve
+from support.forked import Case, note_fault
 
 TENSOR, BOTH = "tensor and sequence parallel", "fsdp2 and tensor parallel"
 
@@ -225,7 +225,3 @@ CASES = {
     **{f"out of memory {where}": Case(run=out_of_memory(where)) for where in ("before", "after", "re-run")},
     **{f"{kind} in a re-run": Case(run=fault(kind), ranks=4) for kind in ("exception", "kill")},
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import retape
 from retape.errors import BudgetTooSmall, RetapeError
-from support.forked import Case, serve
+from support.forked import Case
 from support.ranks import sharded
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -217,6 +217,3 @@ CASES |= {
     "other world": Case(run=other_world, ranks=4, timeout_s=90),
     "returns early": Case(run=returns_early, timeout_s=90),
 }
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -18,7 +18,7 @@ from retape.errors import PlanMismatch, StateChanged
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import DROP, Policy
 from retape.torch.measure.memory_meter import track_memory
-from support.forked import Case, serve
+from support.forked import Case
 from support.ranks import sharded
 from support.trials import NO_TURNS, fit_with, op_clock
 
@@ -339,7 +339,3 @@ CASES = {
     "plan on 4 ranks": Case(run=partial(plan_with_parts, 4, False), ranks=4, timeout_s=120),
     "plan with fsdp2": Case(run=partial(plan_with_parts, 4, True), ranks=4, timeout_s=120),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import retape
 from retape.errors import BudgetTooSmall, InvalidInput
 from support.blocks import square
-from support.forked import Case, serve
+from support.forked import Case
 
 ROWS, LENGTH, MICROBATCHES = 8, 16, 6
 
@@ -146,7 +146,3 @@ CASES = {
     "stages of 1, 2 and 3 blocks": Case(run=stages_of_1_2_3_blocks, ranks=3, timeout_s=60),
     "chunks of a rank": Case(run=chunks_of_a_rank, timeout_s=60),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)
