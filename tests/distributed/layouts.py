@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import retape
 from retape.errors import BudgetTooSmall, RetapeError
 from support.blocks import square
+from support.comparing import Notes
 from support.forked import Case
 from support.ranks import sharded
 from support.trials import NO_TURNS, fit_with, op_clock
@@ -258,8 +259,8 @@ def chunks_of(name, rank, ranks=2):
     return [rank, 2 * ranks - 1 - rank] if name == "zbv" else [rank, ranks + rank]
 
 
-def run_pipeline(name, chunks, rank, ranks=2):
-    """Run a step of a pipeline; return the gradients of this rank's chunks."""
+def pipeline_step(name, chunks, rank, ranks=2):
+    """Return a function that runs a step of a pipeline, and returns the gradients of this rank's chunks."""
     kind, width = SCHEDULES[name]
     numbers = chunks_of(name, rank, ranks)
     stages = [
@@ -269,11 +270,19 @@ def run_pipeline(name, chunks, rank, ranks=2):
     schedule = kind(stages[0] if width == 1 else stages, MICROBATCHES, loss_fn=squares)
     torch.manual_seed(7)
     rows, target = torch.randn(MICROBATCHES, 8, WIDTH), torch.randn(MICROBATCHES, 8, WIDTH)
-    last = width * ranks - 1 in numbers
-    for chunk in chunks:
-        chunk.zero_grad()
-    schedule.step(*([rows] if 0 in numbers else []), **({"target": target} if last else {}))
-    return [whole(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
+    given = ([rows] if 0 in numbers else [], {"target": target} if width * ranks - 1 in numbers else {})
+
+    def step():
+        for chunk in chunks:
+            chunk.zero_grad()
+        schedule.step(*given[0], **given[1])
+        return [whole(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
+
+    return step
+
+
+def run_pipeline(name, chunks, rank):
+    return pipeline_step(name, chunks, rank)()
 
 
 def fit_stage(name, share, chunk, rank, number):
@@ -296,10 +305,22 @@ def fit_stage(name, share, chunk, rank, number):
 
 
 def stages_checkpointed(name, chunks, rank, wanted):
-    for chunk in chunks:
-        for block in chunk.blocks:
-            block.call = retape.checkpoint
-    assert_equal(run_pipeline(name, chunks, rank), wanted)
+    """Each block is run again once for each microbatch, also where the gradients of weights come in a later pass."""
+    notes = Notes()
+
+    def note(module, args):
+        if retape.recomputing():
+            notes()
+
+    blocks = [block for chunk in chunks for block in chunk.blocks]
+    for block in blocks:
+        block.call = retape.checkpoint
+        block.n1.register_forward_pre_hook(note)
+    step = pipeline_step(name, chunks, rank)
+    assert_equal(step(), wanted)
+    before = len(notes.all)  # with those of the schedule's look at shapes
+    assert_equal(step(), wanted)
+    assert len(notes.all) - before == len(blocks) * MICROBATCHES, (before, len(notes.all))
 
 
 def stages_fitted(share, name, chunks, rank, wanted):
@@ -320,16 +341,14 @@ def stages_applied(name, chunks, rank, wanted):
 
 
 def stages_adaptive(share, name, chunks, rank, wanted):
-    """Steps under one live budget for each chunk, a share of the way from the bytes between steps to the peak of a plain step."""
+    """Steps under one live budget for the chunks of a rank, a share of the way from the bytes between steps to a plain step's peak."""
     step = partial(run_pipeline, name, chunks, rank)
     found = retape.measure(step)
     budget = int(found.base_bytes + share * (found.peak_bytes - found.base_bytes))
-    lives = [retape.adaptive(chunk, budget=budget) for chunk in chunks]
-    for _ in range(4):
-        assert_equal(step(), wanted)
-    assert any(live.stats().reruns for live in lives), [live.stats() for live in lives]
-    for live in lives:
-        live.remove()
+    with retape.adaptive(nn.ModuleList(chunks), budget=budget) as live:
+        for _ in range(4):
+            assert_equal(step(), wanted)
+        assert live.stats().reruns, live.stats()
     assert_equal(step(), wanted)
 
 

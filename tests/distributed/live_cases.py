@@ -167,6 +167,16 @@ def only_one(rank):
     gradients_of_one_step(model, ids)
 
 
+def other_model(rank):
+    """One rank has a block more."""
+    torch.manual_seed(0)
+    model = in_columns_and_rows(Transformer(blocks=4), init_device_mesh("cpu", (2,)))
+    model.blocks = model.blocks[: 3 + rank]
+    retape.adaptive(model, budget="1GiB")
+    note_fault()
+    gradients_of_one_step(model, ids_of_rank(TENSOR))
+
+
 def out_of_memory(where):
     """One rank runs out of memory in a region, before or after its collectives, or in a re-run."""
 
@@ -221,6 +231,7 @@ CASES = {
     "held in part": Case(run=held_in_part),
     "held alone": Case(run=held_alone),
     "too small on one": Case(run=too_small_on_one),
+    "other model": Case(run=other_model),
     "only one": Case(run=only_one, timeout_s=40),
     **{f"out of memory {where}": Case(run=out_of_memory(where)) for where in ("before", "after", "re-run")},
     **{f"{kind} in a re-run": Case(run=fault(kind), ranks=4) for kind in ("exception", "kill")},

@@ -8,6 +8,7 @@ says "hangs".
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import json
 import mmap
@@ -111,6 +112,7 @@ def _serve(script: str, names: list[str], at_once: int, folder: str, answer: str
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(Path(script).parent))
     cases = importlib.import_module(Path(script).stem).CASES
+    gc.freeze()  # what ranks import and share
     waiting, running, found = list(names), list[_RunningCase](), dict[str, Any]()
     while waiting or running:
         while waiting and len(running) < at_once:
