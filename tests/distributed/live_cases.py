@@ -21,6 +21,7 @@ from layouts import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import retape
+from support.comparing import Notes
 from support.forked import Case, note_fault
 
 TENSOR, BOTH = "tensor and sequence parallel", "fsdp2 and tensor parallel"
@@ -185,17 +186,17 @@ def out_of_memory(where):
         wanted = gradients_of_one_step(model, ids)
         retape.adaptive(model, budget="1GiB")
         assert_equal(gradients_of_one_step(model, ids), wanted)
-        block, calls = model.blocks[1], []
+        block, calls = model.blocks[1], Notes()
 
         def fail(*_):
-            calls.append(retape.recomputing())
-            if rank and len(calls) == 1 + (where == "re-run"):
+            number = calls(retape.recomputing())
+            if rank and number == 1 + (where == "re-run"):
                 note_fault()
                 raise torch.OutOfMemoryError("out of memory, says the test")
 
         (block.n1 if where == "before" else block.mlp).register_forward_pre_hook(fail)
         assert_equal(gradients_of_one_step(model, ids), wanted)
-        return calls
+        return calls.all
 
     return run
 

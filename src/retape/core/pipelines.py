@@ -1,4 +1,4 @@
-"""Microbatches in flight on a rank of a pipeline: how many have run their forward and not yet their whole backward.
+"""Microbatches in flight on a rank of a pipeline: how many have run their forward and not yet their whole backward; and its buffers.
 
 1F1B: Narayanan et al., 2019; interleaved: Narayanan et al., 2021; breadth-first: Lamy-Poirier, 2022; zero bubble, where gradients of
 weights come later, and its V schedule: Qi et al., 2023 and 2024; DualPipe in V form: DeepSeek-AI, 2024. The numbers are those of the
@@ -7,6 +7,8 @@ schedules of `torch.distributed.pipelining`, with which a test compares them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from retape.core.errors import InvalidInput
 from retape.core.units import is_whole, shown
 
@@ -14,6 +16,29 @@ _ONE_CHUNK = ("gpipe", "1f1b")
 _IN_ROUNDS = ("interleaved", "zero_bubble")
 _V_SHAPED = ("zbv", "dualpipe_v")  # the second chunk of the first rank is the last of the model
 SCHEDULES = (*_ONE_CHUNK, "looped_bfs", *_IN_ROUNDS, *_V_SHAPED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleBuffers:
+    """Tensors that a schedule has throughout, beside what microbatches in flight hold: like the batch, and like the outputs of a stage."""
+
+    batches: int = 0
+    outputs: int = 0
+
+
+NO_BUFFERS = ScheduleBuffers()
+
+
+def buffers_of(
+    name: str, stage: int, stages: int, microbatches: int, chunks: int, *, in_flight: int, chunk: int | None
+) -> ScheduleBuffers:
+    """Return the buffers of a stage in `torch.distributed.pipelining`: for each microbatch its input, and the gradient of its output.
+
+    The chunk with the model's end receives no gradients. Its loop keeps the output of the microbatch before.
+    """
+    last_rank, last_chunk = (0, 1) if name in _V_SHAPED else (stages - 1, 0 if name in _ONE_CHUNK else chunks - 1)
+    is_last = stage == last_rank and chunk in (None, last_chunk)
+    return ScheduleBuffers(batches=microbatches - in_flight, outputs=1 + (0 if is_last else microbatches))
 
 
 def microbatches_in_flight(

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from retape.torch.distributed.steps import StepWatch
 
 _WHAT = "adaptive() on a model whose regions run collectives"
-_SAME_MODEL = "Give each of these models the group of the ranks that have it: group=, or group=False for this process alone."
+_SAME_MODEL = (
+    "Give each of these models the group of the ranks that have it: group=, or group=False for this process alone."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
