@@ -82,13 +82,15 @@ def test_a_budget_for_a_stage():
 @pytest.mark.parametrize(
     ("name", "stage", "chunk", "batches", "outputs"),
     [
+        ("1f1b", 0, None, 4, 9),
         ("1f1b", 3, None, 7, 1),  # the end of the model, where nothing sends gradients
         ("gpipe", 0, None, 0, 9),
-        ("interleaved", 3, 0, 4, 9),
-        ("interleaved", 3, 1, 7, 1),
+        ("gpipe", 1, None, 8, 9),  # it waits for what it has sent when the step ends
+        ("interleaved", 0, 1, 12, 13),
+        ("interleaved", 3, 1, 15, 1),
         ("zbv", 0, 0, 0, 9),
-        ("zbv", 0, 1, 7, 1),  # the second chunk of the first rank
-        ("zbv", 3, 1, 4, 9),
+        ("zbv", 0, 1, 15, 1),  # the second chunk of the first rank
+        ("zbv", 3, 1, 12, 13),
     ],
 )
 def test_buffers_of_a_schedule(name, stage, chunk, batches, outputs):

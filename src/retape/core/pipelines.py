@@ -32,13 +32,25 @@ NO_BUFFERS = ScheduleBuffers()
 def buffers_of(
     name: str, stage: int, stages: int, microbatches: int, chunks: int, *, in_flight: int, chunk: int | None
 ) -> ScheduleBuffers:
-    """Return the buffers of a stage in `torch.distributed.pipelining`: for each microbatch its input, and the gradient of its output.
+    """Return the buffers of a stage under `torch.distributed.pipelining`.
 
-    The chunk with the model's end receives no gradients. Its loop keeps the output of the microbatch before.
+    It receives each microbatch's input, and the gradient of its output, into a tensor of its own. What it sends, outputs and gradients of
+    inputs, lives until the step ends, but for "1f1b", which waits each time. Its loop keeps the output of the microbatch before.
     """
-    last_rank, last_chunk = (0, 1) if name in _V_SHAPED else (stages - 1, 0 if name in _ONE_CHUNK else chunks - 1)
-    is_last = stage == last_rank and chunk in (None, last_chunk)
-    return ScheduleBuffers(batches=microbatches - in_flight, outputs=1 + (0 if is_last else microbatches))
+    chunks = _chunks_of(name, chunks)
+    own = 0 if chunks == 1 else chunk
+    is_first = (stage, own) == (0, 0)
+    is_last = (stage, own) == ((0, 1) if name in _V_SHAPED else (stages - 1, chunks - 1))
+    gradients_sent = 0 if is_first or name == "1f1b" else microbatches
+    outputs_sent = 0 if is_last or name in _ONE_CHUNK else microbatches - in_flight
+    return ScheduleBuffers(
+        batches=microbatches - in_flight + gradients_sent,
+        outputs=1 + outputs_sent + (0 if is_last else microbatches),
+    )
+
+
+def _chunks_of(name: str, chunks: int) -> int:
+    return 1 if name in _ONE_CHUNK else 2 if name in _V_SHAPED else chunks
 
 
 def microbatches_in_flight(
@@ -56,7 +68,7 @@ def microbatches_in_flight(
         raise InvalidInput(f"stage = {shown(stage)}; give a number from 0 to {stages - 1}.")
     if name not in SCHEDULES:
         raise InvalidInput(f"{shown(name)} is not a known schedule; give one of {', '.join(map(repr, SCHEDULES))}.")
-    chunks = 1 if name in _ONE_CHUNK else 2 if name in _V_SHAPED else chunks
+    chunks = _chunks_of(name, chunks)
     if chunk is not None and not (is_whole(chunk) and 0 <= chunk < chunks):
         raise InvalidInput(
             f"chunk = {shown(chunk)}; give a number from 0 to {chunks - 1}, or None for all chunks together."
