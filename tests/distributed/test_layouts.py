@@ -39,6 +39,7 @@ SAMPLE = [
     "tensor and sequence parallel: adaptive near the floor",
     "ring attention: adaptive with more room",
     "pipeline zbv: checkpoint",
+    "pipeline 1f1b: adaptive near the floor",
 ]
 PROMISES = ["fsdp2 selects inside its hooks", "held collectives"]
 NAMES = EVERY if os.environ.get("RETAPE_LONG") else SAMPLE

@@ -105,6 +105,17 @@ def test_an_error_of_retape_on_one_rank_keeps_its_class_and_numbers():
     assert error.budget_bytes == 3
 
 
+def test_an_error_of_retape_that_a_pipeline_has_wrapped_keeps_its_class():
+    def fails(ranks):
+        try:
+            raise BudgetTooSmall("too small", budget_bytes=3)
+        except BudgetTooSmall as error:
+            raise RuntimeError("[Stage 1] failed to run forward") from error
+
+    error = same_error(together(lambda ranks: ranks.of_all(1), fails), BudgetTooSmall)
+    assert str(error) == "On rank 1, in the phase 'starting': too small"
+
+
 def test_the_same_exception_on_every_rank_is_raised_as_it_is():
     assert str(same_error(together(*[raising(ValueError("wrong"))] * 2), ValueError)) == "wrong"
 
