@@ -220,7 +220,9 @@ def saved_and_loaded(rank):
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     ids = torch.randint(0, WORDS, (8, 16))
-    for number, fit_to in enumerate((partial(fitted_to, share=1.1), partial(retape.fit, step=loss, budget="1GiB"))):
+    for number, fit_to in enumerate(
+        (partial(fitted_to, share=1.1), partial(retape.fit, step=loss, budget="1GiB", progress=False))
+    ):
         model, fresh = sharded(seeded()), sharded(seeded())
         optimizer, other = (torch.optim.AdamW(each.parameters()) for each in (model, fresh))
         names = list(get_model_state_dict(model))
