@@ -67,11 +67,11 @@ def run_script(script: Path, names: list[str], *, at_once: int = 1, timeout_s: i
 class ScriptCases:
     """The cases of a script; called with a name, it returns how each rank of that case ended, or skips a case that is not named.
 
-    Cases are run together, `batch` of them, so that none takes longer than a test may; `at_once` at a time: most wait for others.
+    `at_once` cases run at a time: more than one where they wait most of their time.
     """
 
-    def __init__(self, script: Path, names: list[str], *, batch: int = 4, at_once: int = 1) -> None:
-        self._script, self._names, self._batch, self._at_once = script, names, batch, at_once
+    def __init__(self, script: Path, names: list[str], *, at_once: int = 1) -> None:
+        self._script, self._names, self._at_once = script, names, at_once
         self._ends: dict[str, list[End]] = {}
 
     def __call__(self, name: str) -> list[End]:
@@ -80,8 +80,8 @@ class ScriptCases:
         if name not in self._names:
             pytest.skip("RETAPE_LONG=1 runs it")
         if name not in self._ends:
-            first = self._names.index(name) // self._batch * self._batch
-            names = self._names[first : first + self._batch]
+            first = self._names.index(name) // self._at_once * self._at_once
+            names = self._names[first : first + self._at_once]
             self._ends |= run_script(self._script, names, at_once=self._at_once)
         return self._ends[name]
 
