@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from retape.torch.compat import process_internals
-from support.forked import Case, serve
+from support.forked import Case
 
 
 def waits(rank):
@@ -26,5 +26,4 @@ def waits(rank):
     return "not interrupted"
 
 
-if __name__ == "__main__":
-    serve({"waits": Case(run=waits)})
+CASES = {"waits": Case(run=waits)}

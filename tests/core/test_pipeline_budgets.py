@@ -1,9 +1,11 @@
 """Budgets of pipeline stages: microbatches in flight of each schedule, and plans whose held bytes count for each of them."""
 
+from dataclasses import replace
+
 import pytest
 
 import retape
-from retape.core.pipelines import microbatches_in_flight
+from retape.core.pipelines import ScheduleBuffers, microbatches_in_flight
 from retape.core.problem import Budget, Chain, Option, OptionKind, Stage
 from retape.core.solve import held_bytes, peak_in_flight, solve
 from retape.errors import BudgetTooSmall, InvalidInput
@@ -73,7 +75,27 @@ def test_refused(about, message):
 
 def test_a_budget_for_a_stage():
     budget = retape.Budget.activations("1GiB").schedule("1f1b", stage=1, stages=4, microbatches=8)
-    assert budget == retape.Budget.activations("1GiB", in_flight=3)
+    assert budget == replace(retape.Budget.activations("1GiB", in_flight=3), buffers=budget.buffers)
+    assert budget.buffers == ScheduleBuffers(batches=5, outputs=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "chunk", "batches", "outputs"),
+    [
+        ("1f1b", 0, None, 4, 9),
+        ("1f1b", 3, None, 7, 1),  # the end of the model, where nothing sends gradients
+        ("gpipe", 0, None, 0, 9),
+        ("gpipe", 1, None, 8, 9),  # it waits for what it has sent when the step ends
+        ("interleaved", 0, 1, 12, 13),
+        ("interleaved", 3, 1, 15, 1),
+        ("zbv", 0, 0, 0, 9),
+        ("zbv", 0, 1, 15, 1),  # the second chunk of the first rank
+        ("zbv", 3, 1, 12, 13),
+    ],
+)
+def test_buffers_of_a_schedule(name, stage, chunk, batches, outputs):
+    budget = Budget.of("1GiB").schedule(name, stage=stage, stages=4, microbatches=8, chunk=chunk)
+    assert budget.buffers == ScheduleBuffers(batches=batches, outputs=outputs)
 
 
 @pytest.mark.parametrize("in_flight", [2, 5, 8])

@@ -18,7 +18,8 @@ import retape
 from retape.torch.distributed.members import members_of
 from retape.torch.planning.step_trials import StepTrials
 from support.blocks import MlpBlock, Stack, mean_square
-from support.forked import Case, note_fault, serve
+from support.comparing import Notes
+from support.forked import Case, note_fault
 from support.trials import NO_TURNS, fit_by_ops
 
 FAULTY = 1  # the rank that fails
@@ -37,17 +38,18 @@ class Fault:
     """Fails on the faulty rank, in one phase: at its beginning, or inside the next step."""
 
     def __init__(self, kind, phase="", *, inside=True):
-        self.kind, self.phase, self.inside, self.armed, self.struck = kind, phase, inside, not phase, False
+        self.kind, self.phase, self.inside, self.armed = kind, phase, inside, not phase
+        self.struck = Notes()  # a re-run restores the fields of what a hook reaches
 
     def told(self, what):
-        self.armed = self.armed or (what == self.phase and not self.struck)
+        self.armed = self.armed or what == self.phase
         if not self.inside:
             self.strike()
 
     def strike(self):
-        if not self.armed or dist.get_rank() != FAULTY:
+        if not self.armed or self.struck.all or dist.get_rank() != FAULTY:
             return
-        self.armed, self.struck = False, True
+        self.struck()
         note_fault()
         if self.kind == "exception":
             raise KeyError("a fault of the test")
@@ -310,7 +312,3 @@ CASES = FIT_CASES | {
     "two dimensions": Case(run=two_dimensions, ranks=4),
     "not a member": Case(run=not_a_member),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 import retape
 from retape.errors import BudgetTooSmall, RetapeError
 from support.blocks import square
-from support.forked import Case, serve
+from support.comparing import Notes
+from support.forked import Case
 from support.ranks import sharded
 from support.trials import NO_TURNS, fit_with, op_clock
 
@@ -227,12 +228,10 @@ def outcome(layout, way, rank):
 class Chunk(nn.Module):
     """Layers of one stage of a pipeline."""
 
-    def __init__(self, index, call=None):
+    def __init__(self, index):
         super().__init__()
         torch.manual_seed(index)
         self.blocks = nn.ModuleList(TransformerBlock() for _ in range(2))
-        for block in self.blocks:
-            block.call = call
 
     def forward(self, x):
         for block in self.blocks:
@@ -260,8 +259,8 @@ def chunks_of(name, rank, ranks=2):
     return [rank, 2 * ranks - 1 - rank] if name == "zbv" else [rank, ranks + rank]
 
 
-def run_pipeline(name, chunks, rank, ranks=2):
-    """Run a step of a pipeline; return the gradients of this rank's chunks."""
+def pipeline_step(name, chunks, rank, ranks=2):
+    """Return a function that runs a step of a pipeline, and returns the gradients of this rank's chunks."""
     kind, width = SCHEDULES[name]
     numbers = chunks_of(name, rank, ranks)
     stages = [
@@ -271,32 +270,102 @@ def run_pipeline(name, chunks, rank, ranks=2):
     schedule = kind(stages[0] if width == 1 else stages, MICROBATCHES, loss_fn=squares)
     torch.manual_seed(7)
     rows, target = torch.randn(MICROBATCHES, 8, WIDTH), torch.randn(MICROBATCHES, 8, WIDTH)
-    last = width * ranks - 1 in numbers
-    for chunk in chunks:
-        chunk.zero_grad()
-    schedule.step(*([rows] if 0 in numbers else []), **({"target": target} if last else {}))
-    return [whole(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
+    given = ([rows] if 0 in numbers else [], {"target": target} if width * ranks - 1 in numbers else {})
+
+    def step():
+        for chunk in chunks:
+            chunk.zero_grad()
+        schedule.step(*given[0], **given[1])
+        return [whole(parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
+
+    return step
 
 
-def fit_stage(name, chunk, rank, number):
-    """Fit a stage, with as many microbatches in flight as the schedule has there."""
+def run_pipeline(name, chunks, rank):
+    return pipeline_step(name, chunks, rank)()
+
+
+def fit_stage(name, share, chunk, rank, number):
+    """Fit a stage to a share of the way from its floor to everything, with as many microbatches in flight as the schedule has there."""
     x = torch.randn(1, 8, WIDTH, requires_grad=True)
-    in_flight = retape.Budget.of(1).schedule(name, stage=rank, stages=2, microbatches=MICROBATCHES, chunk=number)
+    fit = partial(retape.fit, chunk, x, step=square, group=False, progress=False)
+    everything, least = (
+        retape.Budget.of(given).schedule(name, stage=rank, stages=2, microbatches=MICROBATCHES, chunk=number)
+        for given in (1.0, 1)
+    )
+    made = fit(budget=everything)
+    peak = made.record.budget_bytes
+    made.remove()
     try:
-        return retape.fit(chunk, x, step=square, budget=in_flight, group=False, progress=False)
+        return fit(budget=least)
     except BudgetTooSmall as error:
-        room = retape.Budget.of(int(1.1 * error.floor_bytes), in_flight=in_flight.in_flight)
-        return retape.fit(chunk, x, step=square, budget=room, group=False, progress=False)
+        floor = 1.1 * error.floor_bytes
+        room = retape.Budget.of(int(floor + share * max(0, peak - floor)), in_flight=least.in_flight)
+        return fit(budget=room)
+
+
+def stages_checkpointed(name, chunks, rank, wanted):
+    """Each block is run again once for each microbatch, also where the gradients of weights come in a later pass."""
+    notes = Notes()
+
+    def note(module, args):
+        if retape.recomputing():
+            notes()
+
+    blocks = [block for chunk in chunks for block in chunk.blocks]
+    for block in blocks:
+        block.call = retape.checkpoint
+        block.n1.register_forward_pre_hook(note)
+    step = pipeline_step(name, chunks, rank)
+    assert_equal(step(), wanted)
+    before = len(notes.all)  # with those of the schedule's look at shapes
+    assert_equal(step(), wanted)
+    assert len(notes.all) - before == len(blocks) * MICROBATCHES, (before, len(notes.all))
+
+
+def stages_fitted(share, name, chunks, rank, wanted):
+    fits = [fit_stage(name, share, chunk, rank, number) for number, chunk in enumerate(chunks)]
+    assert_equal(run_pipeline(name, chunks, rank), wanted)
+    assert all(fit.regions_run or fit.record.assignment.keeps_everything for fit in fits)
+    for fit in fits:
+        fit.remove()
+    assert_equal(run_pipeline(name, chunks, rank), wanted)
+
+
+def stages_applied(name, chunks, rank, wanted):
+    for number, chunk in enumerate(chunks):
+        fit = fit_stage(name, 0.3, chunk, rank, number)
+        fit.remove()
+        retape.apply(chunk, fit.record, group=False)
+    assert_equal(run_pipeline(name, chunks, rank), wanted)
+
+
+def stages_adaptive(share, name, chunks, rank, wanted):
+    """Steps under one live budget for the chunks of a rank, a share of the way from the bytes between steps to a plain step's peak."""
+    step = partial(run_pipeline, name, chunks, rank)
+    found = retape.measure(step)
+    budget = int(found.base_bytes + share * (found.peak_bytes - found.base_bytes))
+    with retape.adaptive(nn.ModuleList(chunks), budget=budget) as live:
+        for _ in range(4):
+            assert_equal(step(), wanted)
+        assert live.stats().reruns, live.stats()
+    assert_equal(step(), wanted)
+
+
+STAGE_WAYS = {
+    "checkpoint": stages_checkpointed,
+    "fit near the floor": partial(stages_fitted, 0.0),
+    "fit with more room": partial(stages_fitted, 0.5),
+    "apply": stages_applied,
+    "adaptive with more room": partial(stages_adaptive, 0.85),
+    "adaptive near the floor": partial(stages_adaptive, 0.65),
+}
 
 
 def pipeline(name, way, rank):
     wanted = run_pipeline(name, [Chunk(number) for number in chunks_of(name, rank)], rank)
-    call = retape.checkpoint if way == "checkpoint" else None
-    chunks = [Chunk(number, call) for number in chunks_of(name, rank)]
     try:
-        fits = [fit_stage(name, chunk, rank, number) for number, chunk in enumerate(chunks)] if way == "fit" else []
-        assert_equal(run_pipeline(name, chunks, rank), wanted)
-        assert all(fit.regions_run or fit.record.assignment.keeps_everything for fit in fits)
+        STAGE_WAYS[way](name, [Chunk(number) for number in chunks_of(name, rank)], rank, wanted)
     except RetapeError as error:
         return f"refused: {error}"
     return "right"
@@ -372,13 +441,9 @@ CASES = {
 CASES |= {
     f"pipeline {name}: {way}": Case(run=partial(pipeline, name, way), timeout_s=90)
     for name in SCHEDULES
-    for way in ("checkpoint", "fit")
+    for way in STAGE_WAYS
 }
 CASES |= {
     "fsdp2 selects inside its hooks": Case(run=selects_inside_hooks, timeout_s=90),
     "held collectives": Case(run=partial_reruns_start_no_collective, timeout_s=60),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

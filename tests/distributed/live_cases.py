@@ -21,7 +21,8 @@ from layouts import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import retape
-from support.forked import Case, note_fault, serve
+from support.comparing import Notes
+from support.forked import Case, note_fault
 
 TENSOR, BOTH = "tensor and sequence parallel", "fsdp2 and tensor parallel"
 
@@ -167,6 +168,16 @@ def only_one(rank):
     gradients_of_one_step(model, ids)
 
 
+def other_model(rank):
+    """One rank has a block more."""
+    torch.manual_seed(0)
+    model = in_columns_and_rows(Transformer(blocks=4), init_device_mesh("cpu", (2,)))
+    model.blocks = model.blocks[: 3 + rank]
+    retape.adaptive(model, budget="1GiB")
+    note_fault()
+    gradients_of_one_step(model, ids_of_rank(TENSOR))
+
+
 def out_of_memory(where):
     """One rank runs out of memory in a region, before or after its collectives, or in a re-run."""
 
@@ -175,17 +186,17 @@ def out_of_memory(where):
         wanted = gradients_of_one_step(model, ids)
         retape.adaptive(model, budget="1GiB")
         assert_equal(gradients_of_one_step(model, ids), wanted)
-        block, calls = model.blocks[1], []
+        block, calls = model.blocks[1], Notes()
 
         def fail(*_):
-            calls.append(retape.recomputing())
-            if rank and len(calls) == 1 + (where == "re-run"):
+            number = calls(retape.recomputing())
+            if rank and number == 1 + (where == "re-run"):
                 note_fault()
                 raise torch.OutOfMemoryError("out of memory, says the test")
 
         (block.n1 if where == "before" else block.mlp).register_forward_pre_hook(fail)
         assert_equal(gradients_of_one_step(model, ids), wanted)
-        return calls
+        return calls.all
 
     return run
 
@@ -221,11 +232,8 @@ CASES = {
     "held in part": Case(run=held_in_part),
     "held alone": Case(run=held_alone),
     "too small on one": Case(run=too_small_on_one),
+    "other model": Case(run=other_model),
     "only one": Case(run=only_one, timeout_s=40),
     **{f"out of memory {where}": Case(run=out_of_memory(where)) for where in ("before", "after", "re-run")},
     **{f"{kind} in a re-run": Case(run=fault(kind), ranks=4) for kind in ("exception", "kill")},
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

@@ -1,20 +1,24 @@
 """Cases of test_odd.py: unusual settings of the wrappers, under a plan and under a live budget, compared bit for bit with plain steps."""
 
+import shutil
+import tempfile
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from layout_models import WIDTH, WORDS, Transformer, TransformerBlock, loss
 from layouts import assert_equal, in_columns_and_rows, whole
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import retape
 from retape.errors import BudgetTooSmall, RetapeError
-from support.forked import Case, serve
+from support.forked import Case
 from support.ranks import sharded
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -211,12 +215,44 @@ def returns_early(rank):
         loss(model, ids).backward()
 
 
+def saved_and_loaded(rank):
+    """torch.distributed.checkpoint of a fitted FSDP2 model, also after a forward without a backward, into itself and into a plain one."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    ids = torch.randint(0, WORDS, (8, 16))
+    for number, fit_to in enumerate(
+        (partial(fitted_to, share=1.1), partial(retape.fit, step=loss, budget="1GiB", progress=False))
+    ):
+        model, fresh = sharded(seeded()), sharded(seeded())
+        optimizer, other = (torch.optim.AdamW(each.parameters()) for each in (model, fresh))
+        names = list(get_model_state_dict(model))
+        fit_to(model, ids)
+        loss(model, ids).backward()
+        optimizer.step()
+        loss(model, ids)  # weights of the plan with room stay gathered
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        assert list(state["model"]) == names
+        dcp.save(state, checkpoint_id=f"{folder[0]}/{number}")
+        saved = [whole(weight) for weight in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad()
+        wanted = steps(model, ids)
+        optimizer.step()
+        for each, its in ((model, optimizer), (fresh, other)):
+            state = dict(zip(("model", "optimizer"), get_state_dict(each, its), strict=True))
+            dcp.load(state, checkpoint_id=f"{folder[0]}/{number}")
+            set_state_dict(each, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            assert_equal([whole(weight) for weight in its.param_groups[0]["params"]], saved)
+            assert_equal(steps(each, ids), wanted)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+    return "right"
+
+
 CASES = {f"{name}: {way}": Case(run=partial(end_of_case, name, way), timeout_s=120) for name in MODELS for way in WAYS}
 CASES |= {
     "without gradients": Case(run=without_gradients, timeout_s=90),
     "other world": Case(run=other_world, ranks=4, timeout_s=90),
+    "saved and loaded": Case(run=saved_and_loaded, timeout_s=90),
     "returns early": Case(run=returns_early, timeout_s=90),
 }
-
-if __name__ == "__main__":
-    serve(CASES)

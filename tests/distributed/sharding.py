@@ -18,7 +18,7 @@ from retape.errors import PlanMismatch, StateChanged
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import DROP, Policy
 from retape.torch.measure.memory_meter import track_memory
-from support.forked import Case, serve
+from support.forked import Case
 from support.ranks import sharded
 from support.trials import NO_TURNS, fit_with, op_clock
 
@@ -139,7 +139,7 @@ def without_parts(chain):
 
 def tensor_parallel(ranks, *, with_fsdp):
     torch.manual_seed(0)
-    model = Transformer(blocks=4)
+    model = Transformer(blocks=2 if with_fsdp else 4)
     if not with_fsdp:
         return in_columns_and_rows(model, init_device_mesh("cpu", (ranks,)))
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
@@ -178,7 +178,7 @@ def plan_with_parts(ranks, with_fsdp, rank):
     assert_equal(gradients_of_two_steps(model, ids), wanted)
     again.remove()
     try:
-        retape.apply(Transformer(blocks=4), record, group=False)
+        retape.apply(Transformer(blocks=2 if with_fsdp else 4), record, group=False)
     except PlanMismatch as error:
         found["refused"] = str(error)
     return found
@@ -339,7 +339,3 @@ CASES = {
     "plan on 4 ranks": Case(run=partial(plan_with_parts, 4, False), ranks=4, timeout_s=120),
     "plan with fsdp2": Case(run=partial(plan_with_parts, 4, True), ranks=4, timeout_s=120),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

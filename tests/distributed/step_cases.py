@@ -8,7 +8,7 @@ import torch.distributed as dist
 from cases import FAULTY, KINDS, Fault, seeded_blocks
 
 import retape
-from support.forked import Case, note_fault, serve
+from support.forked import Case, note_fault
 
 
 def under(way, model, batch):
@@ -175,7 +175,3 @@ CASES = {
     **{f"one leaves {way} steps": Case(run=left_early(way)) for way in ("planned", "live")},
     "one alone": Case(run=one_alone),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

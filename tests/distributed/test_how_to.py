@@ -1,13 +1,12 @@
 """The loop of docs/how-to/torchtitan.md on four ranks, with a backend that needs no C++ compiler; RETAPE_LONG=1 runs it."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.forked import Case, run_script, serve
+from support.forked import Case, run_script
 
 DOCUMENT = Path(__file__).parents[2] / "docs/how-to/torchtitan.md"
 
@@ -30,5 +29,4 @@ def test_the_loop_runs_on_four_ranks():
     assert ends[0].value[1] == ends[1].value[1]  # they share a tensor
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["loop"]:
-    serve({"loop": Case(run=loop, ranks=4, timeout_s=240)})
+CASES = {"loop": Case(run=loop, ranks=4, timeout_s=240)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.forked import run_script
+from support.forked import ScriptCases
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
@@ -29,8 +29,7 @@ LAYOUTS = (
     "experts",
 )
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
-EVERY = [f"{layout}: {way}" for layout in LAYOUTS for way in WAYS]
-EVERY += [f"pipeline {name}: {way}" for name in SCHEDULES for way in ("checkpoint", "fit")]
+EVERY = [f"{layout}: {way}" for layout in (*LAYOUTS, *(f"pipeline {name}" for name in SCHEDULES)) for way in WAYS]
 SAMPLE = [
     "fsdp2: fit near the floor",
     "fsdp1: fit near the floor",
@@ -40,19 +39,16 @@ SAMPLE = [
     "tensor and sequence parallel: adaptive near the floor",
     "ring attention: adaptive with more room",
     "pipeline zbv: checkpoint",
+    "pipeline 1f1b: adaptive near the floor",
 ]
 PROMISES = ["fsdp2 selects inside its hooks", "held collectives"]
 NAMES = EVERY if os.environ.get("RETAPE_LONG") else SAMPLE
-
-
-@pytest.fixture(scope="module")
-def ends():
-    return run_script(SCRIPT, [*NAMES, *PROMISES], timeout_s=1800)
+ends = ScriptCases(SCRIPT, [*NAMES, *PROMISES])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_right_or_refused(ends, name):
-    for rank, end in enumerate(ends[name]):
+def test_right_or_refused(name):
+    for rank, end in enumerate(ends(name)):
         assert end.kind == "returned", f"rank {rank}: {end}"
         if name.startswith("fsdp1") and "checkpoint" not in name:
             assert "(FSDP1)" in end.value, end.value
@@ -61,14 +57,14 @@ def test_right_or_refused(ends, name):
             assert end.value == "right" or refused, f"rank {rank}: {end.value}"
 
 
-def test_fsdp2_blocks_are_run_again_in_part_and_every_step_is_inside_the_budget(ends):
-    for end in ends["fsdp2 selects inside its hooks"]:
+def test_fsdp2_blocks_are_run_again_in_part_and_every_step_is_inside_the_budget():
+    for end in ends("fsdp2 selects inside its hooks"):
         assert end.kind == "returned", end
         assert "select" in end.value["options"]
         assert max(end.value["peaks"]) <= end.value["budget"]
 
 
-def test_held_collectives_are_not_started_again(ends):
-    for end in ends["held collectives"]:
+def test_held_collectives_are_not_started_again():
+    for end in ends("held collectives"):
         assert end.kind == "returned", end
         assert end.value["plain"] == end.value["held"] < end.value["repeated"]

@@ -13,7 +13,15 @@ needs_gloo = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
 )
 SCRIPT = Path(__file__).with_name("live_cases.py")
-SAMPLE = ["held in part", "ample", "too small on one", "kept graph", "changing sizes", "out of memory after"]
+SAMPLE = [
+    "held in part",
+    "ample",
+    "too small on one",
+    "other model",
+    "kept graph",
+    "changing sizes",
+    "out of memory after",
+]
 EVERY = [
     *SAMPLE,
     "two forwards",
@@ -27,7 +35,7 @@ EVERY = [
     "kill in a re-run",
 ]
 NAMES = EVERY if os.environ.get("RETAPE_LONG") else SAMPLE
-ends = ScriptCases(SCRIPT, NAMES)
+ends = ScriptCases(SCRIPT, NAMES, at_once=2)
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------
@@ -113,6 +121,15 @@ def test_a_process_alone_holds_its_regions():
 def test_a_budget_that_is_too_small_on_one_rank():
     text = raised_by_all(ends("too small on one"), "BudgetTooSmall")
     assert text.startswith("On rank 1, in the phase 'step 3, forward': The forward of TransformerBlock needs")
+
+
+@needs_gloo
+def test_models_that_differ_are_refused_on_every_rank():
+    text = raised_by_all(ends("other model"), "InvalidInput")
+    assert (
+        "different regions: rank 0 3 (blocks.0, blocks.1, blocks.2), rank 1 4 (blocks.0, blocks.1, blocks.2, ...)"
+        in text
+    )
 
 
 @needs_gloo

@@ -27,7 +27,7 @@ MODELS = (
 )
 EVERY = [f"{model}: {way}" for model in MODELS for way in ("fit", "adaptive")]
 SAMPLE = ["fsdp2 mixed offload: fit", "ddp skipping: adaptive", "tensor dropout: adaptive", "empty experts: fit"]
-OTHERS = ["without gradients", "other world", "returns early"]
+OTHERS = ["without gradients", "other world", "saved and loaded", "returns early"]
 ends = ScriptCases(SCRIPT, [*(EVERY if os.environ.get("RETAPE_LONG") else SAMPLE), *OTHERS])
 
 
@@ -48,6 +48,10 @@ def test_a_fit_without_gradients_is_refused():
 
 def test_a_plan_of_two_ranks_on_four():
     assert returned_by_all(ends("other world")) == ["right"] * 4
+
+
+def test_checkpoints_of_a_sharded_model():
+    assert returned_by_all(ends("saved and loaded")) == ["right"] * 2
 
 
 def test_a_rank_that_returns_early():

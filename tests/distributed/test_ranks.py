@@ -20,8 +20,6 @@ from retape.torch.distributed.tuning import DistributedTuning
 QUICK = DistributedTuning(
     meeting_seconds=1.0,
     beat_seconds=0.1,
-    silence_seconds=0.5,
-    hurried_silence_seconds=0.3,
     patience_seconds=0.2,
     closing_seconds=0.5,
     grace_seconds=0.1,
@@ -105,6 +103,17 @@ def test_an_error_of_retape_on_one_rank_keeps_its_class_and_numbers():
     error = same_error(together(lambda ranks: ranks.of_all(1), fails), BudgetTooSmall)
     assert str(error) == "On rank 1, in the phase 'starting': too small"
     assert error.budget_bytes == 3
+
+
+def test_an_error_of_retape_that_a_pipeline_has_wrapped_keeps_its_class():
+    def fails(ranks):
+        try:
+            raise BudgetTooSmall("too small", budget_bytes=3)
+        except BudgetTooSmall as error:
+            raise RuntimeError("[Stage 1] failed to run forward") from error
+
+    error = same_error(together(lambda ranks: ranks.of_all(1), fails), BudgetTooSmall)
+    assert str(error) == "On rank 1, in the phase 'starting': too small"
 
 
 def test_the_same_exception_on_every_rank_is_raised_as_it_is():
@@ -199,7 +208,8 @@ def test_a_rank_that_is_silent():
         return ranks.of_all(1)
 
     silent = replace(QUICK, beat_seconds=1000.0)
-    error = same_error(together(lambda ranks: ranks.of_all(1), sleeps, tunings=[QUICK, silent]), RankFailed)
+    listening = replace(QUICK, silence_seconds=0.5)
+    error = same_error(together(lambda ranks: ranks.of_all(1), sleeps, tunings=[listening, silent]), RankFailed)
     assert str(error).startswith("Rank 1 has not answered for 0.5 s, in the phase 'starting': its process was killed")
 
 
@@ -210,7 +220,7 @@ def test_a_rank_that_is_silent_after_a_collective_has_failed():
         time.sleep(1.5)
         return ranks.of_all(1)
 
-    tunings = [replace(QUICK, silence_seconds=1000.0, beat_seconds=beat) for beat in (0.1, 1000.0)]
+    tunings = [replace(QUICK, hurried_silence_seconds=0.3, beat_seconds=beat) for beat in (0.1, 1000.0)]
     failed = raising(RuntimeError("[Rank 0] Connection closed by peer"))
     error = same_error(together(failed, sleeps, tunings=tunings), RankFailed)
     assert str(error).startswith("Rank 1 has not answered for 0.3 s")

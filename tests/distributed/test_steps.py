@@ -1,6 +1,7 @@
 """Training steps of several ranks over gloo in which one fails: all end with the same error within seconds; see step_cases.py."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ LONG = bool(os.environ.get("RETAPE_LONG"))
 NAMES = [f"{kind} in the {where} of a {way} step" for kind, where, way in (FAULTS if LONG else SAMPLE_FAULTS)]
 NAMES += [f"{what} {way} steps" for what in ("all fail in", "threads of", "one leaves") for way in ("planned", "live")]
 NAMES += ["exception in a block", "out of memory in a block", "kill in a block", "one alone"]
-ends = ScriptCases(SCRIPT, NAMES)
+ends = ScriptCases(SCRIPT, NAMES, at_once=4)
 
 
 @pytest.mark.parametrize(("kind", "where", "way"), FAULTS if LONG else SAMPLE_FAULTS)
@@ -96,46 +97,36 @@ def test_a_process_alone_keeps_its_errors():
     assert [end.value for end in ends("one alone")] == [[], ["division by zero"] * 2]
 
 
-# --- processes of their own, which meet through a TCP store ------------------------------------------------------------
+# --- processes that end as scripts do, and meet through a TCP store -----------------------------------------------------
+
+TOLD = {
+    "exception": "Rank 1 failed in the phase 'step 2, after the forward': KeyError: 'a fault of the test'",
+    "exit": "Rank 1 has left: it has called remove(), or its process has ended.",
+    "host": "The store of the process group does not answer, in the phase 'step 2'",
+}
 
 
-def ended(kind):
-    """Run two ranks; return what each has printed."""
+def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the rank that did not fail has printed, for each kind of end."""
+    folder = tmp_path_factory.mktemp("uncaught")
     search = os.pathsep.join([str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": search, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    script = str(SCRIPT.with_name("uncaught.py"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(port), kind],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        return [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    ports = [argument for kind in TOLD for argument in (kind, str(free_port()))]
+    command = [sys.executable, str(SCRIPT.with_name("uncaught.py")), str(folder), *ports]
+    subprocess.run(command, env=environment, timeout=120, check=True)
+    return {kind: (folder / f"{kind}-{1 if kind == 'host' else 0}").read_text() for kind in TOLD}
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("exception", "Rank 1 failed in the phase 'step 2, after the forward': KeyError: 'a fault of the test'"),
-        ("exit", "Rank 1 has left: it has called remove(), or its process has ended."),
-        ("host", "The store of the process group does not answer, in the phase 'step 2'"),
-    ],
-)
-def test_the_end_of_a_process_tells_its_cause(kind, text):
-    found = ended(kind)
-    out, err = found[1 if kind == "host" else 0]
-    assert out, err[-3000:]
-    seconds, _, said = out.partition(" ")
-    assert said.startswith(text)
-    assert float(seconds) < SECONDS
+@pytest.mark.parametrize("kind", TOLD)
+def test_the_end_of_a_process_tells_its_cause(told, kind):
+    found = re.search(r"^ended after (\S+) s: (.*)", told[kind], re.MULTILINE)
+    assert found, told[kind][-3000:]
+    assert found[2].startswith(TOLD[kind])
+    assert float(found[1]) < SECONDS

@@ -46,7 +46,7 @@ OTHERS = SAMPLE | {
     "out of memory while measuring the plan",
 }
 NAMES = sorted({*IN_FIT.values(), *OTHERS} if os.environ.get("RETAPE_LONG") else SAMPLE)
-ends = ScriptCases(SCRIPT, NAMES)
+ends = ScriptCases(SCRIPT, NAMES, at_once=4)
 
 
 @pytest.mark.parametrize(("kind", "phase"), list(IN_FIT), ids=list(IN_FIT.values()))

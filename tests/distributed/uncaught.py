@@ -1,4 +1,7 @@
-"""A rank of test_steps.py as a process of its own: `uncaught.py RANK PORT KIND`. Rank 1, or rank 0 for "host", ends in its second step."""
+"""Ranks of test_steps.py that end as a script does: `uncaught.py FOLDER KIND PORT ...` forks two of them for each kind.
+
+Rank 1, or rank 0 for "host", ends in its second step; what a rank prints is in FOLDER/KIND-RANK.
+"""
 
 import os
 import signal
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import retape
+import retape.torch.adaptive.manager  # before the ranks are forked
 from retape.errors import RankFailed
 from support.blocks import MlpBlock, Stack, mean_square
 
@@ -38,8 +42,28 @@ def main(rank, port, kind):
     try:
         loss.backward()
     except RankFailed as error:
-        print(f"{time.monotonic() - start:.1f} {error}")
+        print(f"ended after {time.monotonic() - start:.1f} s: {error}")
+
+
+def forked(folder, ports):
+    """Fork all ranks; return what a rank is in its own process, and None in this one, when all have ended."""
+    processes = []
+    for kind, port in ports.items():
+        for rank in range(2):
+            process = os.fork()
+            if not process:
+                said = os.open(f"{folder}/{kind}-{rank}", os.O_WRONLY | os.O_CREAT)
+                os.dup2(said, 1)
+                os.dup2(said, 2)
+                return rank, port, kind
+            processes.append(process)
+    for process in processes:
+        os.waitpid(process, 0)
+    return None
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    folder, *pairs = sys.argv[1:]
+    own = forked(folder, dict(zip(pairs[::2], pairs[1::2], strict=True)))
+    if own is not None:
+        main(*own)

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import retape
 from retape.errors import BudgetTooSmall, InvalidInput
 from support.blocks import square
-from support.forked import Case, serve
+from support.forked import Case
 
 ROWS, LENGTH, MICROBATCHES = 8, 16, 6
 
@@ -63,7 +63,7 @@ class Pipeline:
     def __init__(self, kind, parts, numbers, count):
         device = torch.device("cpu")
         pairs = zip(parts, numbers, strict=True)
-        stages = [PipelineStage(part, number, count, device) for part, number in pairs]
+        stages = self._stages = [PipelineStage(part, number, count, device) for part, number in pairs]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self._schedule = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=cross_entropy)
         self._parts = parts
@@ -81,11 +81,10 @@ class Pipeline:
         self.step()
         return [whole(parameter.grad) for part in self._parts for parameter in part.parameters()]
 
-    def bytes_of_step(self):
-        """Peak of a step above what is there before it, as the buffers of the schedule are after a step.
+    def peak_bytes(self):
+        """Peak of a step with weights, rows and the buffers of the schedule, which its first step has made.
 
-        The schedule's own loop keeps the last output of a microbatch until the next one has its own. The least of four steps counts,
-        as in a fit: gloo's threads free what was sent a moment late.
+        The least of four steps counts, as in a fit: gloo's threads free what was sent a moment late.
         """
         above = []
         for _ in range(4):
@@ -93,8 +92,17 @@ class Pipeline:
                 part.zero_grad()
             record = retape.measure(self.step)
             above.append(record.peak_bytes - record.base_bytes)
-        last_output = ROWS * LENGTH * (WIDTH if self._parts[-1].head is None else WORDS) * 4
-        return min(above) - last_output
+        weights = sum(weight.nbytes for part in self._parts for weight in part.parameters())
+        return min(above) + weights + sum(rows.nbytes for rows in self._inputs) + self._buffer_bytes()
+
+    def _buffer_bytes(self):
+        infos = [
+            info
+            for stage in self._stages
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in infos
+        ]
+        return sum(info.buffer.nbytes for info in infos if getattr(info, "buffer", None) is not None)
 
 
 def stages_of_1_2_3_blocks(rank):
@@ -110,7 +118,7 @@ def stages_of_1_2_3_blocks(rank):
 def about(fits, pipeline):
     return {
         "regions_run": min(fit.regions_run for fit in fits),
-        "peak": pipeline.bytes_of_step() + sum(fit.measured.base_bytes for fit in fits),
+        "peak": pipeline.peak_bytes(),
         "budget": sum(fit.budget_bytes for fit in fits),
     }
 
@@ -146,7 +154,3 @@ CASES = {
     "stages of 1, 2 and 3 blocks": Case(run=stages_of_1_2_3_blocks, ranks=3, timeout_s=60),
     "chunks of a rank": Case(run=chunks_of_a_rank, timeout_s=60),
 }
-
-
-if __name__ == "__main__":
-    serve(CASES)

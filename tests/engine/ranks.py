@@ -1,16 +1,10 @@
-"""One rank of test_distributed.py: runs every check over gloo and writes what came of it. Not a test itself.
-
-`python ranks.py RANK RANKS STORE RESULTS`
-"""
+"""The checks of test_distributed.py, which each of two ranks runs in order."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 import traceback
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +20,7 @@ from retape.core.errors import BudgetTooSmall, StateChanged
 from retape.torch.engine.checkpoint import run_region
 from retape.torch.engine.policy import HOLD, Inputs, Policy
 from retape.torch.measure.baseline_memory import fixed_bytes
+from support.forked import Case
 
 WIDTH = 8
 region = partial(retape.checkpoint, use_reentrant=False)
@@ -331,9 +326,8 @@ CHECKS = [
 ]
 
 
-def main(rank, ranks, store, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+def checked(rank):
+    """Run every check; return what became of each."""
     found = {}
     for check in CHECKS:
         try:
@@ -341,10 +335,8 @@ def main(rank, ranks, store, results):
             found[check.__name__] = "ok"
         except Exception:
             found[check.__name__] = traceback.format_exc()
-        Path(results).write_text(json.dumps(found))
         dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+CASES = {"checks": Case(run=checked, timeout_s=120)}

@@ -1,18 +1,15 @@
 """Regions under DDP, FSDP2 and tensor parallelism: two ranks over gloo, started once; the checks are in ranks.py."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from support.forked import returned_by_all, run_script
+
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
 )
-RANKS = 2
 SCRIPT = Path(__file__).with_name("ranks.py")
 CHECKS = [
     "ddp_fitted",
@@ -35,32 +32,9 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes():
     """What each rank says of each check."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    outputs = [folder / f"rank{rank}.json" for rank in range(RANKS)]
-    logs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
-    ranks = [_start(rank, folder, outputs[rank], logs[rank], environment) for rank in range(RANKS)]
-    try:
-        for rank in ranks:
-            rank.wait(timeout=120)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [
-        json.loads(output.read_text()) if output.exists() else {"": log.read_text()[-2000:]}
-        for output, log in zip(outputs, logs, strict=True)
-    ]
-
-
-def _start(rank, folder, output, log, environment):
-    arguments = [str(rank), str(RANKS), str(folder / "store"), str(output)]
-    with log.open("w") as stream:
-        return subprocess.Popen(
-            [sys.executable, SCRIPT, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=stream
-        )
+    return returned_by_all(run_script(SCRIPT, ["checks"])["checks"])
 
 
 @pytest.mark.parametrize("check", CHECKS)

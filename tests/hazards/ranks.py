@@ -14,7 +14,8 @@ import retape
 from retape.errors import InvalidInput, StateChanged
 from retape.torch.engine.context import plain
 from support.blocks import MlpBlock, Stack, mean_square
-from support.ranks import run_cases, sharded
+from support.forked import Case
+from support.ranks import in_order, sharded
 
 
 class InRegions(Stack):
@@ -124,7 +125,7 @@ def depth_depends_on_the_data():
     fit_is_refused(Skipping(MlpBlock(8, 2) for _ in range(4)), "call")
 
 
-CASES = {
+EACH = {
     "ddp": lambda: compared(data_parallel()),
     "ddp unused parameters": lambda: compared(data_parallel(find_unused_parameters=True), unused=True),
     "ddp tied blocks": lambda: compared(data_parallel(), repeats=2),
@@ -137,7 +138,4 @@ CASES = {
     "fit of other stages": stages_of_a_pipeline,
     "fit of other depths": depth_depends_on_the_data,
 }
-
-
-if __name__ == "__main__":
-    run_cases(CASES | ranks_adaptive.CASES, ranks_adaptive.prepare)
+CASES = {"all": Case(run=in_order(EACH | ranks_adaptive.CASES, ranks_adaptive.prepare), timeout_s=120)}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.ranks import run_ranks
+from support.forked import returned_by_all, run_script
 
 NAMES = ["ddp", "ddp unused parameters", "ddp tied blocks", "ddp static graph", "fsdp around regions", "fsdp inside regions",
          "fsdp tied blocks", "fsdp step in between", "tensor parallel", "fit of other stages", "fit of other depths"]  # fmt: skip
@@ -21,7 +21,7 @@ ADAPTIVE = [
 @pytest.fixture(scope="module")
 def ranks():
     """Results of each case on each rank; one pair of processes runs them all."""
-    return run_ranks(Path(__file__).with_name("ranks.py"))
+    return returned_by_all(run_script(Path(__file__).with_name("ranks.py"), ["all"])["all"])
 
 
 @pytest.mark.parametrize("name", NAMES + ADAPTIVE)

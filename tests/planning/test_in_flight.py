@@ -70,3 +70,15 @@ def test_floor_and_budget_with_eight_in_flight(share, block):
     fitted = fit(budget=retape.Budget.of(int(share * floor), in_flight=IN_FLIGHT))
     assert peak_of(model) <= share * floor
     fitted.remove()
+
+
+def test_buffers_of_the_schedule_are_there_throughout():
+    batch = torch.randn(64, WIDTH)
+    asked = retape.Budget.of(1).schedule("1f1b", stage=1, stages=4, microbatches=8)
+    floors = []
+    for budget in (retape.Budget.of(1, in_flight=asked.in_flight), asked):
+        with pytest.raises(BudgetTooSmall) as error:
+            retape.fit(PipelineStage(plainly), batch, step=square, budget=budget, progress=False)
+        floors.append(error.value.floor_bytes)
+    outputs = batch.nbytes  # of the same shape
+    assert floors[1] - floors[0] == 5 * batch.nbytes + 9 * outputs

@@ -13,8 +13,9 @@
 `ops`: dispatch modes: `OpLog` (names of the ops that ran), `FailingOp` (out of memory at the n-th op), `LargestTensor`.
 `memory`: `step_peak_bytes(action)`, `FakeMeter` (a MemoryTracker with given readings). `ledger`: `Ledger` (live bytes counted by ops).
 `clocks`: `FakeClock` (advanced by the test), `OpClock` (advances with every op).
-`ranks`: two processes over gloo (`run_ranks(script)`, `run_cases(CASES)`), and `sharded(model)`, FSDP2 around its blocks.
-`forked`: ranks that are forks of one process: `ScriptCases(script, names)`, `raised_by_all`, `returned_by_all`.
+`forked`: ranks over gloo, forks of one process: `run_script(script, names)`, `ScriptCases(script, names)`, `raised_by_all`,
+    `returned_by_all`.
+`ranks`: cases that the same ranks run one after the other (`in_order(cases)`), and `sharded(model)`, FSDP2 around its blocks.
 `hosts`: memory of the test's own for moved tensors (`host_memory`, `copies_through`), files of a host.
 `loops`, `ode_cases`, `late_copies`, `report_page`, `warm_python`: for the tests of one package each, and hazards about it.
 

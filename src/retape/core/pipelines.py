@@ -1,4 +1,4 @@
-"""Microbatches in flight on a rank of a pipeline: how many have run their forward and not yet their whole backward.
+"""Microbatches in flight on a rank of a pipeline: how many have run their forward and not yet their whole backward; and its buffers.
 
 1F1B: Narayanan et al., 2019; interleaved: Narayanan et al., 2021; breadth-first: Lamy-Poirier, 2022; zero bubble, where gradients of
 weights come later, and its V schedule: Qi et al., 2023 and 2024; DualPipe in V form: DeepSeek-AI, 2024. The numbers are those of the
@@ -7,6 +7,8 @@ schedules of `torch.distributed.pipelining`, with which a test compares them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from retape.core.errors import InvalidInput
 from retape.core.units import is_whole, shown
 
@@ -14,6 +16,41 @@ _ONE_CHUNK = ("gpipe", "1f1b")
 _IN_ROUNDS = ("interleaved", "zero_bubble")
 _V_SHAPED = ("zbv", "dualpipe_v")  # the second chunk of the first rank is the last of the model
 SCHEDULES = (*_ONE_CHUNK, "looped_bfs", *_IN_ROUNDS, *_V_SHAPED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleBuffers:
+    """Tensors that a schedule has throughout, beside what microbatches in flight hold: like the batch, and like the outputs of a stage."""
+
+    batches: int = 0
+    outputs: int = 0
+
+
+NO_BUFFERS = ScheduleBuffers()
+
+
+def buffers_of(
+    name: str, stage: int, stages: int, microbatches: int, chunks: int, *, in_flight: int, chunk: int | None
+) -> ScheduleBuffers:
+    """Return the buffers of a stage under `torch.distributed.pipelining`.
+
+    It receives each microbatch's input, and the gradient of its output, into a tensor of its own. What it sends, outputs and gradients of
+    inputs, lives until the step ends, but for "1f1b", which waits each time. Its loop keeps the output of the microbatch before.
+    """
+    chunks = _chunks_of(name, chunks)
+    own = 0 if chunks == 1 else chunk
+    is_first = (stage, own) == (0, 0)
+    is_last = (stage, own) == ((0, 1) if name in _V_SHAPED else (stages - 1, chunks - 1))
+    gradients_sent = 0 if is_first or name == "1f1b" else microbatches
+    outputs_sent = 0 if is_last or name in _ONE_CHUNK else microbatches - in_flight
+    return ScheduleBuffers(
+        batches=microbatches - in_flight + gradients_sent,
+        outputs=1 + outputs_sent + (0 if is_last else microbatches),
+    )
+
+
+def _chunks_of(name: str, chunks: int) -> int:
+    return 1 if name in _ONE_CHUNK else 2 if name in _V_SHAPED else chunks
 
 
 def microbatches_in_flight(
@@ -31,7 +68,7 @@ def microbatches_in_flight(
         raise InvalidInput(f"stage = {shown(stage)}; give a number from 0 to {stages - 1}.")
     if name not in SCHEDULES:
         raise InvalidInput(f"{shown(name)} is not a known schedule; give one of {', '.join(map(repr, SCHEDULES))}.")
-    chunks = 1 if name in _ONE_CHUNK else 2 if name in _V_SHAPED else chunks
+    chunks = _chunks_of(name, chunks)
     if chunk is not None and not (is_whole(chunk) and 0 <= chunk < chunks):
         raise InvalidInput(
             f"chunk = {shown(chunk)}; give a number from 0 to {chunks - 1}, or None for all chunks together."

@@ -15,7 +15,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 
 from retape.core.codec import JsonForm, check_fields
 from retape.core.errors import InvalidInput
-from retape.core.pipelines import microbatches_in_flight
+from retape.core.pipelines import NO_BUFFERS, ScheduleBuffers, buffers_of, microbatches_in_flight
 from retape.core.units import MOST_BYTES, MOST_STEPS, is_amount, is_whole, parse_bytes, shown
 
 
@@ -350,7 +350,7 @@ class Budget:
     """The bytes that the peak must not exceed. Make one with `Budget.of`, `Budget.activations` or `Budget.fraction`.
 
     `in_flight` is the number of microbatches whose tapes are alive at once (pipelines): one runs, the others hold what their forwards
-    left.
+    left. `buffers` are what the pipeline's schedule has beside them.
     """
 
     kind: BudgetKind
@@ -358,6 +358,7 @@ class Budget:
     share: float | None = None
     devices: tuple[tuple[str, Budget], ...] = ()
     in_flight: int = 1
+    buffers: ScheduleBuffers = NO_BUFFERS
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, BudgetKind):
@@ -412,13 +413,14 @@ class Budget:
     def schedule(
         self, name: str, *, stage: int, stages: int, microbatches: int, chunks: int = 2, chunk: int | None = None
     ) -> Budget:
-        """Return this budget for one stage of a pipeline: with as many microbatches in flight as its schedule has there.
+        """Return this budget for one stage of a pipeline: with the microbatches in flight and the buffers that its schedule has there.
 
         `name` is "gpipe", "1f1b", "looped_bfs", "interleaved", "zero_bubble", "zbv" or "dualpipe_v". In a schedule with `chunks` of layers
         in each rank, the model is all chunks of the rank, or number `chunk` of them.
         """
-        in_flight = microbatches_in_flight(name, stage, stages, microbatches, chunks, chunk=chunk)
-        return replace(self, in_flight=in_flight)
+        about = (name, stage, stages, microbatches, chunks)
+        in_flight = microbatches_in_flight(*about, chunk=chunk)
+        return replace(self, in_flight=in_flight, buffers=buffers_of(*about, in_flight=in_flight, chunk=chunk))
 
 
 def _number_in(value: _Given) -> _Given | int | float:

@@ -34,8 +34,12 @@ class ModelAttachment:
         self._model, self._call_root, self._call, self._fuse = attach.unwrapped(model), call_root, call, fuse
         self._manager = manager
         self._is_attached = self._fused = False
-        self._regions: tuple[nn.Module, ...] = ()
+        self._regions: dict[str, nn.Module] = {}
         self.plan: attach.Caller | None = None
+
+    @property
+    def region_names(self) -> tuple[str, ...]:
+        return tuple(self._regions)
 
     def attach(self) -> None:
         """Answer calls from now on; do nothing if it is attached."""
@@ -58,13 +62,13 @@ class ModelAttachment:
         attach.refuse_replicas(self._model)
         regions = find_regions(self._model)
         refuse_graph_replays({"the model itself": self._model, **regions})
-        self._regions = tuple(regions.values())
+        self._regions = regions
         done: list[nn.Module] = []
         try:
             attach.attach(self._model, self._call_root, outside_hooks=True, in_compiled=True)
             done.append(self._model)
             compiled = attach.has_compiled_parts(self._model, regions)
-            for module in self._regions:
+            for module in regions.values():
                 attach.attach(module, self._call, in_compiled=compiled)
                 done.append(module)
         except InvalidInput:
@@ -94,7 +98,7 @@ class ModelAttachment:
             attach.put_over(self._model, self.plan)
             self.plan = None
             return
-        for module in (self._model, *self._regions):
+        for module in (self._model, *self._regions.values()):
             attach.detach(module)
         if self._fused:
             LIBRARIES.unfuse_loss(self._model)

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
+
+from retape.torch.distributed.ranks import refuse_different
 
 if TYPE_CHECKING:
     from retape.torch.adaptive.accounting import BudgetLimit
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from retape.torch.distributed.steps import StepWatch
 
 _WHAT = "adaptive() on a model whose regions run collectives"
+_SAME_MODEL = (
+    "Give each of these models the group of the ranks that have it: group=, or group=False for this process alone."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,11 @@ def agree(offers: list[Offer | None]) -> HoldTable:
     return HoldTable(held=frozenset(held), everything=len(held) == len(known[0].sizes))
 
 
+def _refuse_other_models(members: tuple[int, ...], names: list[tuple[str, ...]]) -> None:
+    what = "The ranks drop regions with collectives together, and their models have different regions"
+    refuse_different(members, what, names, _SAME_MODEL)
+
+
 def _by_seconds(offers: list[Offer]) -> list[int]:
     """The places, from the one whose re-run takes longest for its bytes; the slowest rank and the most bytes count."""
     seconds = [max(column) for column in zip(*(offer.seconds for offer in offers), strict=True)]
@@ -92,10 +103,18 @@ class _CurrentStep:
 
 
 class CollectiveRegions:
-    """Decides for the regions with collectives of this rank, together with those of the others; `watch` is None for a process alone."""
+    """Decides for the regions with collectives of this rank, together with those of the others.
 
-    def __init__(self, tuning: AdaptiveTuning, watch: Callable[[], StepWatch | None] = lambda: None) -> None:
-        self._tuning, self._watch = tuning, watch
+    `watch` is None for a process alone; `names` are those of all regions of the model.
+    """
+
+    def __init__(
+        self,
+        tuning: AdaptiveTuning,
+        watch: Callable[[], StepWatch | None] = lambda: None,
+        names: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        self._tuning, self._watch, self._names = tuning, watch, names
         self._is_together = False  # from the first region with a collective on
         self._known: dict[RegionKind, _KnownStep] = {}
         self._step, self._place = _CurrentStep(), 0
@@ -154,6 +173,7 @@ class CollectiveRegions:
             return False
         if not self._is_together:
             self._is_together = True
+            watch.agreed(self._names(), partial(_refuse_other_models, watch.members), what=_WHAT)
             self._step.table = watch.agreed(None, agree, what=_WHAT)
         self._step.regions.append((region.saved_bytes, region.kind.seconds))
         place, self._place = self._place, self._place + 1

@@ -187,11 +187,14 @@ class Adaptive:
 
     def _use_device(self, device: torch.device) -> None:
         tuning, instruments = self._tuning, self._instruments
-        collectives = CollectiveRegions(tuning, lambda: self._watched.watch)
+        collectives = CollectiveRegions(tuning, lambda: self._watched.watch, self._region_names)
         self.governor = Governor(
             self._budget, device, host=self._host, tuning=tuning, instruments=instruments, collectives=collectives
         )
         self._unmanaged = UnmanagedStep(self.governor.memory, tuning, instruments)
+
+    def _region_names(self) -> tuple[str, ...]:
+        return () if self._attachment is None else self._attachment.region_names
 
     # --- attached ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Whoever asks a question that all ranks must answer alike asks a `Ranks`, so that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from retape.core.errors import InvalidInput
@@ -69,13 +69,15 @@ class Ranks(ABC):
 
     def require_equal(self, what: str, value: Hashable, remedy: str) -> None:
         """Raise InvalidInput on every rank if the ranks have different values."""
-        every = self.of_all(value)
-        other = next((place for place, theirs in enumerate(every) if theirs != every[0]), None)
-        if other is None:
-            return
+        refuse_different(self.members, f"The ranks work on one plan, and they {what}", self.of_all(value), remedy)
+
+
+def refuse_different(members: Sequence[int], what: str, values: Sequence[Hashable], remedy: str) -> None:
+    """Raise InvalidInput if the values of the ranks differ; it names the first rank that has another one."""
+    other = next((place for place, theirs in enumerate(values) if theirs != values[0]), None)
+    if other is not None:
         raise InvalidInput(
-            f"The ranks work on one plan, and they {what}: rank {self.members[0]} {_shown(every[0])}, rank {self.members[other]} "
-            f"{_shown(every[other])}. {remedy}"
+            f"{what}: rank {members[0]} {_shown(values[0])}, rank {members[other]} {_shown(values[other])}. {remedy}"
         )
 
 

@@ -152,8 +152,8 @@ class StepWatch:
 
     @property
     def phase(self) -> str:
-        """The step, counted from when the watch began, and where in it this rank is."""
-        return f"step {self._step}, {self._place}"
+        """The step, counted from when the watch began, and where in it this rank is; parts of a model may be called without it."""
+        return f"step {self._step}, {self._place}" if self._step else "outside the model's forward"
 
     def run(self, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Run the forward of a model in a training step; raise what all ranks raise if one of them fails."""

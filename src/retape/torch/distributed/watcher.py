@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from retape.core.errors import RankFailed, RetapeError
 from retape.torch.compat import process_internals
 from retape.torch.distributed.channel import Channel, StoreLost
@@ -31,6 +33,7 @@ class Failure:
 
 def failure_of(error: BaseException, rank: int, phase: str) -> Failure:
     """Return what all ranks raise for an exception of one; an error of retape keeps its class and its numbers."""
+    error = _behind(error)
     if isinstance(error, RetapeError):
         named = copy.copy(error)
         named.args = (f"On rank {rank}, in the phase {phase!r}: {error}",)
@@ -43,6 +46,12 @@ def failure_of(error: BaseException, rank: int, phase: str) -> Failure:
             phase=phase,
         )
     )
+
+
+def _behind(error: BaseException) -> BaseException:
+    """Return the error of retape, or of the allocator, that schedules of pipelines have made a RuntimeError of."""
+    cause = error.__cause__
+    return cause if type(error) is RuntimeError and isinstance(cause, (RetapeError, torch.OutOfMemoryError)) else error
 
 
 def store_lost(phase: str) -> RankFailed:

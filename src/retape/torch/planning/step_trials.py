@@ -109,10 +109,14 @@ class StepTrials:
         self.host_room = self._room(host_budget, (disk, disk_budget), optimizer, moves_states)
         self.updates = self._updates(model, optimizer, budget) if steps_in_backward else UpdatesInBackward()
         self.gradients = self._initial_gradients(budget)
-        there = self.host_room.counted_optimizer
-        self.fixed_bytes = {d: self.instruments.fixed_bytes(model, batch, there, d) for d in self.devices}
-        self._missing_bytes = {d: self.instruments.missing_gradient_bytes(self.root, d) for d in self.devices}
         self._model, self._batch, self._step, self._optimizer = model, batch, step or default_step, optimizer
+        there, buffers = self.host_room.counted_optimizer, budget.buffers
+        self.fixed_bytes = {
+            d: self.instruments.fixed_bytes(model, batch, there, d) + buffers.batches * self.batch_bytes(d)
+            for d in self.devices
+        }
+        self._outputs_of_buffers = buffers.outputs
+        self._missing_bytes = {d: self.instruments.missing_gradient_bytes(self.root, d) for d in self.devices}
         self.slices, self.check, self.variants, self.budget = slices, check, variants, budget
         self._sandbox: Sandbox | None = None
 
@@ -211,7 +215,7 @@ class StepTrials:
 
     def batch_bytes(self, device: torch.device) -> int:
         """Return the bytes of the batch on a device."""
-        return storage_bytes((leaf for leaf in pytree.tree_leaves(self._batch) if isinstance(leaf, Tensor)), device)
+        return _bytes_of_tensors(self._batch, device)
 
     def unreduced_bytes(self, device: torch.device) -> int:
         """Return how many bytes more than all gradients a step has at its start that accumulates without reducing (FSDP2)."""
@@ -269,6 +273,23 @@ class StepTrials:
             loss.backward()
         finally:
             self.updates.end_step()
+
+    def run_first_step(self) -> None:
+        """Run a step that is not measured; count the buffers of a pipeline's schedule that are like the outputs of the model."""
+        if not self._outputs_of_buffers:
+            self.run_step(self.sandbox.add_leaves)
+            return
+        count, self._outputs_of_buffers = self._outputs_of_buffers, 0
+
+        def add(module: nn.Module, args: Any, outputs: Any) -> None:
+            for device in self.devices:
+                self.fixed_bytes[device] += count * _bytes_of_tensors(outputs, device)
+
+        hook = self.root.register_forward_hook(add)
+        try:
+            self.run_step(self.sandbox.add_leaves)
+        finally:
+            hook.remove()
 
     def recorded_forward(
         self, record: Callable[[nn.Module, Any, Callable[[], object]], _Result]
@@ -411,3 +432,7 @@ class StepTrials:
         torch.cuda.empty_cache()
         self.tell("out of memory; trying with less")
         return OutOfMemory(message)
+
+
+def _bytes_of_tensors(tree: Any, device: torch.device) -> int:
+    return storage_bytes((leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)), device)

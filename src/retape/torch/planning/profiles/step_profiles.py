@@ -170,7 +170,7 @@ class StepProfiles:
         """Run a step that is not measured; what it leaves for good (workspaces of libraries) is fixed from then on."""
         self.steps.rewind()
         before = {device: self._instruments.allocated_bytes(device) for device in self._devices}
-        self.steps.run_step(self.steps.sandbox.add_leaves)
+        self.steps.run_first_step()
         self.steps.rewind()
         gc.collect()  # what a compiler leaves in cycles is not there for good
         for device in self._devices:
