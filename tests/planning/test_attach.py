@@ -176,7 +176,7 @@ def test_modules_of_one_class_share_theirs():
 
 def test_twice_is_refused(attached):
     net, caller = attached
-    with pytest.raises(InvalidInput, match=r"Net is managed by a fit already. Call its remove\(\) first"):
+    with pytest.raises(InvalidInput, match=r"Net is managed by a fit already, or by retape.adaptive\. Call remove\(\)"):
         attach(net, Tripled())
     assert caller_of(net) is caller
     other = Tripled()

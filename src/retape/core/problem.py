@@ -401,7 +401,13 @@ class Budget:
     @classmethod
     def activations(cls, value: str | int, *, in_flight: int = 1) -> Budget:
         """Return a budget of bytes above weights and gradients."""
-        return cls(kind=BudgetKind.ACTIVATIONS, limit_bytes=_positive_bytes(_number_in(value)), in_flight=in_flight)
+        number = _number_in(value)
+        if isinstance(number, float):
+            raise InvalidInput(
+                f"Budget.activations counts bytes, and got {shown(number)}. Give bytes such as '10GiB', or the fraction itself as the "
+                "budget."
+            )
+        return cls(kind=BudgetKind.ACTIVATIONS, limit_bytes=_positive_bytes(number), in_flight=in_flight)
 
     @classmethod
     def fraction(cls, share: float, *, in_flight: int = 1) -> Budget:

@@ -107,7 +107,7 @@ class AdaptiveStats:
         highest, last = (max(self.peak_bytes), self.peak_bytes[-1]) if self.peak_bytes else (0, 0)
         steps = f"in {self.over_budget} steps" if self.over_budget != 1 else "in one step"
         rows = (
-            ("budget", format_bytes(self.budget_bytes)),
+            ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else "known when the first step begins"),
             ("before a step", format_bytes(self.base_bytes)),
             ("peak", f"{format_bytes(highest)} at most, {format_bytes(last)} in the last step"),
             ("over the budget", steps if self.over_budget else "never"),

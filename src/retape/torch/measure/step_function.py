@@ -47,6 +47,19 @@ def refuse_other_arguments(model: nn.Module, batch: Any) -> None:
         return
 
 
+def refuse_step(step: object, caller: str) -> None:
+    """Raise InvalidInput for a step that is neither None nor a function of model and batch."""
+    if step is not None and not callable(step):
+        raise InvalidInput(
+            f"{caller}() got {type(step).__name__} {step!r:.60} as its step; give a function of model and batch that returns the loss."
+        )
+    if type(step).__module__ == nn.MSELoss.__module__:
+        raise InvalidInput(
+            f"{caller}() got the loss {type(step).__name__} as its step. A step calls the model too: "
+            "step=lambda model, batch: loss(model(batch[0]), batch[1])."
+        )
+
+
 def refuse_lazy(model: nn.Module) -> None:
     """Raise InvalidInput if modules get their shapes in their first call, which cannot be undone."""
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
@@ -61,13 +74,13 @@ def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise InvalidInput(
-            f"The step returned {got}, not a scalar loss. Give step=lambda model, batch: ... that returns one number, "
-            "or put labels into the batch."
+            f"The step returned {got}, not a scalar loss. Give step=lambda model, batch: ... that returns one number and does not call "
+            "backward, or put labels into the batch."
         )
     if not loss.requires_grad:
         remedy = "Check requires_grad of the parameters."
         if not torch.is_grad_enabled():
-            remedy = "Gradients are switched off here: call it outside torch.no_grad()."
+            remedy = "Gradients are switched off here: call it outside torch.no_grad() and torch.inference_mode()."
         raise InvalidInput(f"The loss does not depend on anything that requires gradients. {remedy}")
     return loss
 

@@ -161,7 +161,9 @@ def attach(module: nn.Module, caller: Caller, pieces: Sequence[nn.Module] = (), 
     unless the caller is to be `outside_hooks`.
     """
     if is_attached(module):
-        raise InvalidInput(f"{type(module).__name__} is managed by a fit already. Call its remove() first.")
+        raise InvalidInput(
+            f"{type(module).__name__} is managed by a fit already, or by retape.adaptive. Call remove() on what that returned first."
+        )
     detach(module)  # what only watches its calls
     kind = type(module)
     inside = not outside_hooks and fsdp_internals.is_sharded(module)

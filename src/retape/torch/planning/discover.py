@@ -127,6 +127,10 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 def _named(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     several = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,)
+    if not several:
+        raise InvalidInput(
+            f"regions={wanted!r} names nothing. Give classes, names or modules of the model, or leave it out."
+        )
     chosen: dict[str, nn.Module] = {}
     for one in several:
         chosen.update(_matching(model, one))
