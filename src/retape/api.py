@@ -39,7 +39,14 @@ from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom, spill_folder
 from retape.torch.measure.sequential_slices import region_named
-from retape.torch.measure.step_function import StepFunction, length_of, refuse_fake_tensors, refuse_step, rows_of
+from retape.torch.measure.step_function import (
+    StepFunction,
+    length_of,
+    refuse_fake_tensors,
+    refuse_other_weights,
+    refuse_step,
+    rows_of,
+)
 from retape.torch.measure.updates_in_backward import UpdatesInBackward
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import (
@@ -402,20 +409,10 @@ def _check_arguments(model: nn.Module, batch: Any, step: Any, optimizer: Any) ->
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
     refuse_step(step, "fit")
-    _refuse_other_weights(model, optimizer)
+    refuse_other_weights(model, optimizer)
     refuse_replicas(model)
     refuse_fake_tensors(model, batch)
     warn_of_evaluation(unwrapped(model))
-
-
-def _refuse_other_weights(model: nn.Module, optimizer: Any) -> None:
-    """Raise InvalidInput for an optimizer that has parameters, and none of them in the model: it was made for another one."""
-    given = {id(weight) for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]}
-    if given and given.isdisjoint(id(weight) for weight in model.parameters()):
-        raise InvalidInput(
-            f"None of the {len(given)} parameters of the {type(optimizer).__name__} belongs to the {type(unwrapped(model)).__name__}. "
-            "Make the optimizer from the parameters of the model that is fitted."
-        )
 
 
 def _inner_optimizer(optimizer: Any) -> Any:

@@ -39,7 +39,9 @@ CELL = Cell(trainer="trainer", tuned="full", setting=RAGGED, steps=6)
 def test_larger_batches_run_under_a_live_budget():
     result = run_cell(CELL)
     assert result.outcome == "right"
-    assert 2 < result.live_steps < CELL.steps, "steps that teach the live budget, and those with larger batches"
+    assert 2 < result.live_steps < CELL.steps, (
+        "steps that are measured for the budget at run time, and those with larger batches"
+    )
 
 
 def test_the_longest_batch_is_fitted():

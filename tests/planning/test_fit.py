@@ -287,7 +287,7 @@ def test_an_exception_of_the_step_leaves_the_model_as_it_was(gpt2):
 
 def test_a_second_fit_says_to_remove_the_first(fitted):
     model, batch, made = fitted
-    with pytest.raises(InvalidInput, match=r"managed by a fit already. Call its remove\(\) first"):
+    with pytest.raises(InvalidInput, match=r"managed by a fit already, or by retape.adaptive. Call remove\(\)"):
         fit(model, batch, budget=0.4)
     made.remove()
     fit(model, batch, budget=0.6).remove()

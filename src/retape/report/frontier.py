@@ -1,4 +1,4 @@
-"""The frontier of a fit (best seconds of a step at every number of bytes) as text for a terminal, SVG and PNG; measured peers beside it.
+"""The frontier of a fit (best seconds at every number of bytes) as text, SVG and PNG, beside measured peers.
 
 The interactive version of the HTML report is in `page/frontier.py`.
 """

@@ -101,7 +101,7 @@ class ModelAttachment:
 
 
 def budget_device(model: nn.Module | None) -> torch.device:
-    """The device on which a live budget counts: the model's; without a model the GPU in use, if any is."""
+    """The device on which a budget at run time counts: the model's; without a model the GPU in use, if any is."""
     if model is not None:
         return device_of(model)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

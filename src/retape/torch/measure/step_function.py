@@ -60,6 +60,16 @@ def refuse_step(step: object, caller: str) -> None:
         )
 
 
+def refuse_other_weights(model: nn.Module, optimizer: Any) -> None:
+    """Raise InvalidInput if none of an optimizer's parameters is in the model: it was made for another one."""
+    given = {id(weight) for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]}
+    if given and given.isdisjoint(id(weight) for weight in model.parameters()):
+        raise InvalidInput(
+            f"None of the {len(given)} parameters of the {type(optimizer).__name__} belongs to the {type(model).__name__}. Make the "
+            "optimizer from the parameters of the model that is fitted."
+        )
+
+
 def refuse_lazy(model: nn.Module) -> None:
     """Raise InvalidInput if modules get their shapes in their first call, which cannot be undone."""
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
