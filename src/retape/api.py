@@ -39,14 +39,7 @@ from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom, spill_folder
 from retape.torch.measure.sequential_slices import region_named
-from retape.torch.measure.step_function import (
-    StepFunction,
-    length_of,
-    refuse_fake_tensors,
-    refuse_other_weights,
-    refuse_step,
-    rows_of,
-)
+from retape.torch.measure.step_function import StepFunction, check_training, length_of, refuse_fake_tensors, rows_of
 from retape.torch.measure.updates_in_backward import UpdatesInBackward
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import (
@@ -404,12 +397,7 @@ def _cached_or_searched(
 
 
 def _check_arguments(model: nn.Module, batch: Any, step: Any, optimizer: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
-    refuse_step(step, "fit")
-    refuse_other_weights(model, optimizer)
+    check_training(model, step, optimizer)
     refuse_replicas(model)
     refuse_fake_tensors(model, batch)
     warn_of_evaluation(unwrapped(model))

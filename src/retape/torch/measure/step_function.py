@@ -47,6 +47,16 @@ def refuse_other_arguments(model: nn.Module, batch: Any) -> None:
         return
 
 
+def check_training(model: object, step: object, optimizer: object) -> None:
+    """Raise InvalidInput unless `fit` can train with these: a module, a function or None, an optimizer of the module or None."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
+    refuse_step(step, "fit")
+    _refuse_other_weights(model, optimizer)
+
+
 def refuse_step(step: object, caller: str) -> None:
     """Raise InvalidInput for a step that is neither None nor a function of model and batch."""
     if step is not None and not callable(step):
@@ -60,7 +70,7 @@ def refuse_step(step: object, caller: str) -> None:
         )
 
 
-def refuse_other_weights(model: nn.Module, optimizer: Any) -> None:
+def _refuse_other_weights(model: nn.Module, optimizer: Any) -> None:
     """Raise InvalidInput if none of an optimizer's parameters is in the model: it was made for another one."""
     given = {id(weight) for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]}
     if given and given.isdisjoint(id(weight) for weight in model.parameters()):
