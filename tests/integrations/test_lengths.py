@@ -58,6 +58,15 @@ def test_other_lengths_are_refused():
         FitCallback(0.5, lengths="short")
 
 
+def test_arguments_that_fit_does_not_know_are_refused_at_once():
+    """Not in the first training step, after the data was loaded."""
+    for name in ("bugdet", "step"):
+        with pytest.raises(
+            InvalidInput, match=rf"Unknown argument '{name}'\. Beside .* those of retape\.fit: optimizer, regions"
+        ):
+            FitCallback(0.5, **{name: None})
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         while True:

@@ -1,4 +1,4 @@
-"""Plan: a schedule for a problem inside a budget, its promise and its proven quality; and the Frontier of all budgets. JSON both ways.
+"""Plan: a schedule inside a budget, with its promise and proven quality. Frontier: all budgets. JSON both ways.
 
 A plan is a value: it neither measures nor runs.
 """

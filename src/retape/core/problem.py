@@ -67,7 +67,7 @@ OPTIMIZER_IN_BACKWARD = OptionSet.OPTIMIZER_IN_BACKWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One treatment of a stage: the bytes that it holds from its forward to its backward, and the cost of both.
+    """One treatment of a stage: bytes held from its forward to its backward, and the cost of both.
 
     `held_bytes` contains the stage's output, as a tape does; `moved_bytes` are on the host tier between forward and backward,
     `input_bytes` of them being the stage's input; with `on_disk` they are on the disk instead. `rerun_seconds` refill in backward what
@@ -198,7 +198,9 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Stages in a row, each with the output of the one before as input; `fixed_bytes` (weights, gradients, glue) are always held.
+    """Stages in a row, each with the output of the one before as input.
+
+    `fixed_bytes` (weights, gradients, glue) are always held.
 
     `left_bytes` of them belong to one microbatch: its regions leave them until their backward whatever a plan does (copies of
     buffers), and so does each other microbatch in flight.

@@ -8,6 +8,7 @@ What belongs to one trainer (where its steps and loggers are) is in that trainer
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from retape.torch.planning.attach import unwrapped
 
 ComputeLoss = Callable[[nn.Module, Any], Any]  # a trainer's own: returns the loss, or a tuple or dict that contains it
 _LOG = logging.getLogger("retape")
+_GIVEN_BY_TRAINERS = ("model", "batch", "budget", "step")
+_ARGUMENTS_OF_FIT = tuple(name for name in inspect.signature(fit).parameters if name not in _GIVEN_BY_TRAINERS)
 
 
 class Lengths(Enum):
@@ -64,6 +67,11 @@ class FittedSteps:
             raise InvalidInput(
                 "OPTIMIZER_IN_BACKWARD is for a loop of your own: trainers clip, scale or accumulate gradients. Leave it out, or call "
                 "retape.fit before such a loop."
+            )
+        unknown = [name for name in options if name not in _ARGUMENTS_OF_FIT]
+        if unknown:
+            raise InvalidInput(
+                f"Unknown argument {unknown[0]!r}. Beside budget and lengths, give those of retape.fit: {', '.join(_ARGUMENTS_OF_FIT)}."
             )
         self._budget, self._options = Budget.of(budget), options
         self.lengths = Lengths.of(lengths)

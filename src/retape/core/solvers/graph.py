@@ -1,4 +1,4 @@
-"""Tensors of one region to hold between forward and backward: a minimum cut, an exact program, and a planner over both.
+"""Tensors of one region to hold until backward: a minimum cut, an exact program, and their planner.
 
 Fewest bytes (`least_held`): a minimum cut, after the partitioner of Chen, Moreau, Jiang et al. (TVM, PyTorch's AOTAutograd).
 Outputs of ops that may not run again flow to what backward reads through the ops that may, and each such path is cut by holding

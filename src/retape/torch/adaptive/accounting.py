@@ -1,4 +1,4 @@
-"""The bytes of a budget at run time and those that count against it: what was present before the step, and what regions hold.
+"""The bytes of a budget at run time and those that count against it: base memory, and what regions hold.
 
 On CUDA the allocator says what is live, and the budget is its hard limit wherever an out-of-memory error can be undone: in a region's
 forward and re-run. Elsewhere (a backward kernel, the loss) the allocator may reserve more, for fragments: there live bytes are kept inside

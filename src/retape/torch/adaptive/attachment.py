@@ -1,4 +1,4 @@
-"""Attaches `adaptive` to a model, over a plan if there is one, and watches the steps of the ranks that share it.
+"""Attachment of `adaptive` to a model or its plan, and the watch over the steps of its ranks.
 
 Steps and regions are run in `manager.py`.
 """

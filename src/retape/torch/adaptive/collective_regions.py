@@ -1,4 +1,4 @@
-"""Regions with collectives under a budget at run time: all ranks hold and drop the same ones, at the same places (Rule 9).
+"""Regions with collectives under a budget at run time: all ranks hold and drop the same ones (Rule 9).
 
 A region that took part in a collective is dropped when its first run ends, or held for good: that is decided before the step, by a table
 that all ranks have agreed on, and never by what one of them measures inside the step. Until enough is known, and for batches of a new

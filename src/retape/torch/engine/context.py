@@ -1,4 +1,4 @@
-"""The regions that run in this thread, what runs them, and what user code can ask of them: `keep` and `recomputing`."""
+"""The regions that run in this thread and their runner; `keep` and `recomputing` for user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of a region's inputs in a re-run: held by the region, saved by an autograd node, or recomputed by another region.
+"""Sources of a region's inputs in a re-run: the region, an autograd node, or another region.
 
 Also here: which region made a tensor, and which regions were refilled in which backward pass. Inputs that wait in host memory are in
 `host/offload.py`, those in parts on several ranks in `sharded_inputs.py`.

@@ -1,4 +1,4 @@
-"""One re-run of a region: the state of its forward restored, the missing slots refilled, the stop after the last one.
+"""One re-run of a region: restores the state of the forward, refills missing slots, stops after the last.
 
 Also here: the lock of re-runs, and the collectives of a region in its forward and in a re-run.
 """

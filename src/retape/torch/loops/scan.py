@@ -1,4 +1,4 @@
-"""`scan` and `while_loop`: loops of any length with exact gradients, in the memory of a few snapshots and one block of steps.
+"""`scan` and `while_loop`: exact gradients of long loops, in the memory of a few snapshots and one block.
 
 Here arguments are checked and the parts of a loop are put together. Steps run in `step.py`, `plan.py` decides what is stored when,
 and `driver.py` runs the plan.

@@ -1,4 +1,4 @@
-"""Saved bytes of each call of a module, or of `retape.checkpoint`, in one forward, and regions that are chosen by them.
+"""Saved bytes of each call of a module or of `retape.checkpoint`, and regions chosen by them.
 
 The forward runs under hooks that note what autograd saves and keep nothing, so it needs less memory than a step. From the notes the
 peak of a step follows for any choice of modules as regions: storages that are held until backward, and the tape of the region whose

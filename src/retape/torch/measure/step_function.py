@@ -1,4 +1,4 @@
-"""Calls of a model on a batch, and the loss of its output, for users who give no step of their own."""
+"""The call of a model on a batch and the loss of its output; checks of the arguments of `fit` and `verify`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def refuse_other_arguments(model: nn.Module, batch: Any) -> None:
         inspect.signature(model.forward).bind(*arguments, **keywords)
     except TypeError as error:
         raise InvalidInput(
-            f"The batch does not match {type(model).__name__}.forward: {error}. A dict is passed as keyword arguments, a tuple as "
-            "positional ones, a tensor as the one argument; for anything else give step=lambda model, batch: ..."
+            f"The batch does not match {type(model).__name__}.forward: {error}. A dict is passed as keyword arguments, a tuple or "
+            "list as positional ones, a tensor as the one argument; for anything else give step=lambda model, batch: ..."
         ) from error
     except ValueError:  # a forward without a signature
         return

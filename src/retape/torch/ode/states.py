@@ -1,4 +1,4 @@
-"""States of an equation: a tensor, or a tuple of tensors as one; and the collection of states at the requested times.
+"""States of an equation, tensors or tuples of them, and their collection at the requested times.
 
 A loop of bounded memory keeps no graph of its steps, so a step cannot return a row of the result with its history. The row is stored
 detached, and an identity node joins the step that made it to the state that the step passes on. When backward reaches the result,

@@ -1,4 +1,4 @@
-"""Finds the modules that become regions: the repeated blocks of a model, by structure alone, or those that the user names.
+"""The modules that become regions: repeated blocks of a model, by structure, or those that the user names.
 
 Where these regions do not fit a budget, others are chosen by the bytes of one forward (`measure/module_calls.py`).
 A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken: of a mixture of

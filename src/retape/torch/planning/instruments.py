@@ -1,4 +1,4 @@
-"""FitInstruments of planning: clocks of marks in a step, of ops, of the engine itself, and of two plans that run alternately.
+"""Clocks of planning: for marks in a step, for ops, for the engine, and for two alternating plans.
 
 `FitInstruments` are the clocks and meters that a fit measures with; tests hand in others. Memory is tracked by
 `retape.torch.measure.memory_meter`. Plans are chosen in `plan_search.py`.
