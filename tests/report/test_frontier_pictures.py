@@ -34,7 +34,7 @@ def test_text_is_a_staircase_with_its_marks():
 
 
 def test_a_plan_below_the_first_point_is_drawn():
-    """A plan of smaller regions may have a peak below the floor of the frontier that is drawn."""
+    """The frontier is that of before corrections: a measured plan may have a peak below its floor."""
     drawn = draw_frontier(THREE, chosen=FrontierPoint(bytes=50, seconds=5.0), width=32, height=4).splitlines()
     assert drawn[0] == "       5 s ┤●"
     assert drawn[-1] == "● this plan 50 B, 5 s"

@@ -80,7 +80,7 @@ def _devices(record: FitRecord) -> Table:
             format_bytes(device.plan.promised_peak_bytes),
             format_bytes(device.measured.peak_bytes),
             f"{device.measured.peak_bytes / device.budget_bytes:.1%}",
-            format_bytes(device.frontier.floor_bytes),
+            format_bytes(device.floor_bytes),
             format_seconds(device.extra_seconds) if device.extra_seconds > 0 else "0",
         )
     return table
@@ -180,7 +180,7 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
         *_ranks(record),
         ("step", _step(record)),
         ("plan", quality(record)),
-        ("floor", f"{format_bytes(record.frontier.floor_bytes)} with these regions{_binding(record)}"),
+        ("floor", f"{format_bytes(record.floor_bytes)} with these regions{_binding(record)}"),
         ("keep all", f"{format_bytes(record.frontier.store_all_bytes)}, {format_seconds(record.plain_seconds)} a step"),
         ("fitting", f"took {format_seconds(record.profile_seconds)} on {record.measured.device}"),
     ):

@@ -204,7 +204,7 @@ class _CharacterGrid:
         """Draw the staircase: between two points the slower one is the best that fits."""
         points = sorted((self._column(point), point.seconds) for point in self._frontier.points)
         before: int | None = None
-        for column in range(points[0][0], self._width):  # a plan of other regions may be left of all points
+        for column in range(points[0][0], self._width):  # a measured plan may be left of all points
             row = self._row(min(seconds for place, seconds in points if place <= column))
             for between in range(row if before is None else before + 1, row):
                 self._cells[between][column] = marks.steep

@@ -89,7 +89,7 @@ def facts(record: FitRecord) -> str:
             "before the step",
             f"{bytes_value('base-bytes', record.measured.base_bytes)}: {fixed_parts(record)}{found}",
         ),
-        ("floor", f"{bytes_value('floor-bytes', record.frontier.floor_bytes)}{binding}"),
+        ("floor", f"{bytes_value('floor-bytes', record.floor_bytes)}{binding}"),
         ("measured on", escape(record.measured.device)),
         ("fitting", f"took {format_seconds(record.profile_seconds)}"),
         ("versions", escape(", ".join(f"{name} {version}" for name, version in record.versions))),
