@@ -24,6 +24,13 @@ EQUAL_SECONDS = 1e-9  # relative difference of equal seconds that are summed in 
 Problem: TypeAlias = Chain | Loop | Graph
 
 
+def bound_by(binding: str) -> str:
+    """Return ", bound by NAME" for a message; a name without letters (of an `nn.Sequential`) is called a region."""
+    if not binding:
+        return ""
+    return f", bound by {binding}" if any(map(str.isalpha, binding)) else f", bound by region {binding}"
+
+
 class ProblemKind(Enum):
     """The kind of problem that a plan is for."""
 

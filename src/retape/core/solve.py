@@ -14,7 +14,7 @@ from typing import Protocol
 from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.machine import Machine, simulate
-from retape.core.plan import Frontier, FrontierPoint, Plan, Problem, judge
+from retape.core.plan import Frontier, FrontierPoint, Plan, Problem, bound_by, judge
 from retape.core.problem import Budget, BudgetKind, BudgetLike, Chain, Graph, Loop
 from retape.core.solvers.chain_planner import ChainPlanner
 from retape.core.solvers.costs import TUNING
@@ -181,9 +181,8 @@ def _too_small(budget: Budget, asked: int, least: int, planner: Planner) -> Budg
         below, enough = f"{asked} bytes", f"{least} bytes"
     shared = f" with {budget.in_flight} microbatches in flight" if budget.in_flight > 1 else ""
     above = f" ({least - fixed} bytes above the fixed ones)" if budget.kind is BudgetKind.ACTIVATIONS else ""
-    bound = f", bound by {binding}" if binding else ""
     return BudgetTooSmall(
-        f"No plan fits in {below}{shared}; the smallest budget that does is {enough}{above}{bound}. "
+        f"No plan fits in {below}{shared}; the smallest budget that does is {enough}{above}{bound_by(binding)}. "
         "Raise the budget, or make that stage smaller (a smaller batch).",
         budget_bytes=asked,
         floor_bytes=least,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall
-from retape.core.plan import Frontier, Plan
+from retape.core.plan import Frontier, Plan, bound_by
 from retape.core.problem import Option, OptionKind
 from retape.core.solve import frontier, peak_in_flight, solve
 from retape.core.units import format_bytes
@@ -84,7 +84,7 @@ def _too_small(problem: StageProblem, budget_bytes: int, floor_bytes: int, bindi
     return BudgetTooSmall(
         f"No plan fits in {format_bytes(budget_bytes)}; the smallest budget that does is {format_bytes(floor_bytes)}, of which "
         f"{format_bytes(problem.fixed_bytes)} are weights, optimizer states and buffers"
-        f"{', bound by ' + binding if binding else ''}. Use a smaller micro-batch, more GPUs to share the "
+        f"{bound_by(binding)}. Use a smaller micro-batch, more GPUs to share the "
         "weights, or a larger device.",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,

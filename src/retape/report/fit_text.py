@@ -11,6 +11,7 @@ from rich.table import Table
 
 from retape.core.assignment import OUTSIDE_REGIONS
 from retape.core.fit_record import FitRecord
+from retape.core.plan import bound_by
 from retape.core.problem import OptionKind
 from retape.core.units import format_bytes, format_seconds
 from retape.report.memory import sparkline
@@ -258,5 +259,4 @@ def quality(record: FitRecord) -> str:
 
 
 def _binding(record: FitRecord) -> str:
-    name = floor_binding(record)
-    return f", bound by {name}" if name else ""
+    return bound_by(floor_binding(record))

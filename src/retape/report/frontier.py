@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.core.plan import Frontier, FrontierPoint
+from retape.core.plan import Frontier, FrontierPoint, bound_by
 from retape.core.units import format_bytes, format_seconds, is_amount, is_whole
 from retape.report.svg import Axis, Plane, document, legend, write_file
 
@@ -181,7 +181,7 @@ def draw_frontier(
     signs = {"floor": marks.floor, "keep all": marks.keep_all, "this plan": marks.chosen}
     for name, point in marked:
         grid.mark(point, signs[name])
-    binding = f", bound by {frontier.binding}" if frontier.binding else ""
+    binding = bound_by(frontier.binding)
     notes = [f"{signs[name]} {name} {point_text(point)}{binding if name == 'floor' else ''}" for name, point in marked]
     return "\n".join([*grid.lines(marks), *notes])
 
