@@ -28,6 +28,7 @@ from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import explain
 from retape.report.frontier import write_frontier
 from retape.report.page.html import render_fit_html, write_report
+from retape.report.svg import write_file
 from retape.torch.compat.compiler_internals import is_compiled
 from retape.torch.distributed.members import Group, ranks_of
 from retape.torch.distributed.ranks import Ranks
@@ -38,7 +39,7 @@ from retape.torch.engine.policy import Check
 from retape.torch.measure.baseline_memory import extend_segments, release_cached_blocks
 from retape.torch.measure.host_room import HostRoom, spill_folder
 from retape.torch.measure.sequential_slices import region_named
-from retape.torch.measure.step_function import StepFunction, length_of, refuse_fake_tensors, rows_of
+from retape.torch.measure.step_function import StepFunction, check_training, length_of, refuse_fake_tensors, rows_of
 from retape.torch.measure.updates_in_backward import UpdatesInBackward
 from retape.torch.model_libraries import LIBRARIES
 from retape.torch.planning.attach import (
@@ -145,7 +146,7 @@ class Fit:
 
     def save(self, path: str | Path) -> None:
         """Write the plan and its measurements as JSON; `retape.apply` attaches it to a model of the same structure."""
-        Path(path).write_text(self.record.to_json() + "\n", encoding="utf-8")
+        write_file(self.record.to_json() + "\n", path, "fit")
 
     def largest_batch(self) -> int:
         """Return the rows of the largest batch that fits by the floor plan, if activations are proportional to the rows."""
@@ -320,7 +321,7 @@ def fit_using(
 ) -> Fit:
     """Do what `fit` does, with steps run by `trials`: `StepTrials`, or one with other instruments or thresholds."""
     optimizer = _inner_optimizer(optimizer)
-    _check_arguments(model, batch, optimizer)
+    _check_arguments(model, batch, step, optimizer)
     extend_segments()
     with _fitting(model, group) as (ranks, on_error), _progress_bar(progress) as tell:
         asked, allowed = Budget.of(budget), OptionSet.of(options)
@@ -395,11 +396,8 @@ def _cached_or_searched(
     return made
 
 
-def _check_arguments(model: nn.Module, batch: Any, optimizer: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
+def _check_arguments(model: nn.Module, batch: Any, step: Any, optimizer: Any) -> None:
+    check_training(model, step, optimizer)
     refuse_replicas(model)
     refuse_fake_tensors(model, batch)
     warn_of_evaluation(unwrapped(model))

@@ -24,7 +24,7 @@ VOCABULARY = 256
 BUDGETS = (1.0, 0.5, 0.25)  # fractions of the activations
 SEED = 0
 LEARNING_RATE = 0.5
-FLOOR_TRIES = 4  # each fit measures its own floor, which may be a little higher
+FLOOR_TRIES = 4  # each fit measures its own floor, which may be higher
 TIMED_STEPS = 4
 LEAST_ROWS, MOST_ROWS = 2, 8  # of the batch
 # Fitting and comparing take about 110 plain steps; the batch is as large as 70 seconds allow.

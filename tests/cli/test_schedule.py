@@ -204,5 +204,5 @@ def test_a_reader_that_leaves_is_no_error():
 def test_an_answer_that_cannot_be_written_is_a_message(arguments, target, reason):
     command = f"{sys.executable} -m retape.cli.main {arguments} {target}"
     done = subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
-    expected = f"retape: Cannot write the answer: {reason}. Give another place.\n"
+    expected = f"retape: Cannot write to standard output: {reason}. Redirect it to another file.\n"
     assert (done.returncode, done.stderr) == (1, expected)

@@ -169,7 +169,7 @@ def test_a_number_in_a_text_means_what_it_means_in_python(number):
 
 def test_bytes_above_weights_and_gradients_as_a_text():
     assert Budget.activations("4096") == Budget.activations(4096)
-    with pytest.raises(InvalidInput, match=r"0\.5 is not a budget"):
+    with pytest.raises(InvalidInput, match=r"counts bytes, and got 0\.5\. Give bytes such as '10GiB'"):
         Budget.activations("0.5")
 
 

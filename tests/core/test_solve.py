@@ -23,6 +23,7 @@ from retape.core import (
     solve,
 )
 from retape.core.errors import BudgetTooSmall, InvalidInput
+from retape.core.plan import bound_by
 from support.chains import option, stage
 
 STAGE = Stage(forward_seconds=1, backward_seconds=1, state_bytes=1, tape_bytes=1)
@@ -227,3 +228,10 @@ def test_graphs_are_solved_exactly():
     graph = Graph(ops=ops, tensors=tensors, inputs=("x",), saved=("a", "b"))
     assert [solve(graph, budget).promised_seconds for budget in (9, 10, 20)] == [10, 1, 0]
     assert [solve(graph, budget).held for budget in (9, 10, 20)] == [(), ("b",), ("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("binding", "text"), [("", ""), ("layers.3.attn", ", bound by layers.3.attn"), ("3.1", ", bound by region 3.1")]
+)
+def test_a_name_without_letters_is_called_a_region(binding, text):
+    assert bound_by(binding) == text

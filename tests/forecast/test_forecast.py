@@ -326,6 +326,8 @@ def test_a_calibrated_device_can_be_forecast_for(tmp_path, model, rows):
 def test_calibrate_refuses_a_device_that_is_not_there(tmp_path, capsys):
     assert main(["calibrate", str(tmp_path / "x.json"), "--device", "tpu"]) == 2
     assert "tpu" in capsys.readouterr().err
+    assert main(["calibrate", str(tmp_path / "none" / "x.json")]) == 2  # before anything is measured
+    assert "Cannot write the device to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sizes", [(-1, 8), (0, 8), (8, 0)])

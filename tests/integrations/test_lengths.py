@@ -39,7 +39,9 @@ CELL = Cell(trainer="trainer", tuned="full", setting=RAGGED, steps=6)
 def test_larger_batches_run_under_a_live_budget():
     result = run_cell(CELL)
     assert result.outcome == "right"
-    assert 2 < result.live_steps < CELL.steps, "steps that teach the live budget, and those with larger batches"
+    assert 2 < result.live_steps < CELL.steps, (
+        "steps that are measured for the budget at run time, and those with larger batches"
+    )
 
 
 def test_the_longest_batch_is_fitted():
@@ -54,6 +56,15 @@ def test_the_longest_batch_is_fitted():
 def test_other_lengths_are_refused():
     with pytest.raises(InvalidInput, match="lengths='short' is neither 'adaptive' nor 'longest'"):
         FitCallback(0.5, lengths="short")
+
+
+def test_arguments_that_fit_does_not_know_are_refused_at_once():
+    """Not in the first training step, after the data was loaded."""
+    for name in ("bugdet", "step"):
+        with pytest.raises(
+            InvalidInput, match=rf"Unknown argument '{name}'\. Beside .* those of retape\.fit: optimizer, regions"
+        ):
+            FitCallback(0.5, **{name: None})
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -166,7 +166,7 @@ def assert_a_fit_of_ones_own_stays(folder, model):
     """A callback finds it, says what to do, and leaves it."""
     ids = Rows().ids[:8]
     fitted = retape.fit(model, {"input_ids": ids, "labels": ids}, budget=0.6, progress=False)
-    with pytest.raises(InvalidInput, match=r"managed by a fit already. Call its remove\(\) first"):
+    with pytest.raises(InvalidInput, match=r"managed by a fit already, or by retape.adaptive. Call remove\(\)"):
         train(folder, FitCallback(budget=0.5, progress=False), model=model, steps=1)
     assert type(model) is not transformers.GPT2LMHeadModel
     fitted.remove()

@@ -37,6 +37,7 @@ def test_steps_that_are_refused(step, message):
     ("options", "message"),
     [
         ({"snapshots": 0}, "snapshots = 0; give a whole number >= 1"),
+        ({"reduce": "sum"}, "reduce='sum'; give a function of total and y, such as operator.add"),
         ({"snapshots": 1.5}, "snapshots = 1.5; give a whole number >= 1"),
         ({"block": 0}, "block = 0; give a whole number >= 1"),
         ({"length": 3}, "length = 3, but xs has slices for 4 steps"),

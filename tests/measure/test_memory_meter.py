@@ -204,3 +204,8 @@ def test_garbage_of_before_is_not_subtracted_from_a_step(collects):
     found = retape.measure(step)
     assert found.peak_bytes - found.base_bytes >= 100 * KIB
     assert gc.isenabled()
+
+
+def test_a_result_instead_of_a_function_is_refused():
+    with pytest.raises(InvalidInput, match=r"measure\(\) got a Tensor; give a function without arguments"):
+        retape.measure(torch.ones(3).sum())

@@ -139,6 +139,17 @@ def test_a_step_without_a_scalar_is_refused():
         retape.verify(InRegion().requires_grad_(False), torch.ones(8, 4))
 
 
+def test_what_is_no_model_and_no_step_is_refused():
+    with pytest.raises(InvalidInput, match="got a function as its model"):
+        retape.verify(lambda batch: batch.sum(), torch.ones(8, 4))
+    with pytest.raises(InvalidInput, match=r"does not match InRegion\.forward.*a tuple or list as positional ones"):
+        retape.verify(InRegion(), [torch.ones(8, 4), torch.ones(8, 4)])
+    with pytest.raises(InvalidInput, match="got int 3 as its step; give a function of model and batch"):
+        retape.verify(InRegion(), torch.ones(8, 4), step=3)
+    with pytest.raises(InvalidInput, match=r"got the loss MSELoss as its step. A step calls the model too"):
+        retape.verify(InRegion(), torch.ones(8, 4), step=nn.MSELoss())
+
+
 def test_a_model_without_shapes_is_refused():
     with pytest.raises(InvalidInput, match="has lazy modules"):
         retape.verify(nn.LazyLinear(4), torch.ones(8, 4))

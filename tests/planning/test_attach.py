@@ -223,7 +223,7 @@ def test_a_region_that_is_compiled_in_place_is_named_once():
 
 def test_twice_is_refused(attached):
     net, caller = attached
-    with pytest.raises(InvalidInput, match=r"Net is managed by a fit already. Call its remove\(\) first"):
+    with pytest.raises(InvalidInput, match=r"Net is managed by a fit already, or by retape.adaptive\. Call remove\(\)"):
         attach(net, Tripled())
     assert caller_of(net) is caller
     other = Tripled()

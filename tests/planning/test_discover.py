@@ -137,6 +137,7 @@ def test_by_name_class_and_module():
         ("blocks", "'blocks', a container that is never called. Name its children instead"),
         (["blocks.0", "blocks.0.1"], "both 'blocks.0' and 'blocks.0.1' inside it"),
         (3, "regions= got 3; give classes, names or modules"),
+        ([], r"regions=\[\] names nothing"),
         (torch.Tensor, "give classes, names or modules"),
     ],
     ids=str,

@@ -207,6 +207,22 @@ def test_bad_input(gpt2):
     refused(InvalidInput, "give classes, names or modules", model, batch, budget=0.5, regions=[3])
 
 
+def test_a_step_or_an_optimizer_of_something_else(gpt2):
+    model, batch = gpt2
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    refused(
+        InvalidInput,
+        "None of the 2 parameters of the SGD belongs to the GPT2LMHeadModel",
+        model,
+        batch,
+        budget=0.5,
+        optimizer=other,
+    )
+    refused(InvalidInput, "got a type as its optimizer", model, batch, budget=0.5, optimizer=torch.optim.SGD)
+    refused(InvalidInput, "got int 3 as its step", model, batch, budget=0.5, step=3)
+    refused(InvalidInput, "got the loss CrossEntropyLoss", model, batch, budget=0.5, step=nn.CrossEntropyLoss())
+
+
 def test_a_batch_that_does_not_match():
     model, batch, _ = models.make("transformer")
     text = r"does not match Translator.forward: missing a required argument.*give step="
@@ -271,7 +287,7 @@ def test_an_exception_of_the_step_leaves_the_model_as_it_was(gpt2):
 
 def test_a_second_fit_says_to_remove_the_first(fitted):
     model, batch, made = fitted
-    with pytest.raises(InvalidInput, match=r"managed by a fit already. Call its remove\(\) first"):
+    with pytest.raises(InvalidInput, match=r"managed by a fit already, or by retape.adaptive. Call remove\(\)"):
         fit(model, batch, budget=0.4)
     made.remove()
     fit(model, batch, budget=0.6).remove()
@@ -345,6 +361,8 @@ def test_largest_batch(fitted):
 
 def test_a_saved_plan_needs_no_profile(fitted, tmp_path):
     model, batch, made = fitted
+    with pytest.raises(InvalidInput, match=r"Cannot write the fit to .*No such file or directory"):
+        made.save(tmp_path / "none" / "plan.json")
     made.save(tmp_path / "plan.json")
     managed = run(model, batch)
     made.remove()

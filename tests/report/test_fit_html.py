@@ -42,7 +42,7 @@ def test_values_read_back_are_the_records(record):
         "promised-seconds": record.plan.promised_seconds,
         "measured-seconds": record.measured.seconds,
         "plain-seconds": record.plain_seconds,
-        "floor-bytes": record.frontier.floor_bytes,
+        "floor-bytes": record.floor_bytes,
         "store-all-bytes": record.frontier.store_all_bytes,
         "base-bytes": record.measured.base_bytes,
     }

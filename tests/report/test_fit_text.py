@@ -7,6 +7,7 @@ import pytest
 from retape.core.machine import simulate
 from retape.core.problem import OptionKind
 from retape.core.record import Record
+from retape.core.units import format_bytes
 from retape.report.fit_text import explain, terminal_width, why
 from retape.report.page.html import render_fit_html
 from retape.report.region_rows import common_prefix, folded, glue_row, region_rows, shortened, stage_uses
@@ -120,6 +121,14 @@ def test_totals_say_promise_measurement_quality_and_floor(fit_in):
     assert f"bound by {record.frontier.binding}" in text
     assert "optimal: no plan of its kind is faster" in text
     assert "took 1.5 s on cpu" in text
+
+
+def test_the_floor_is_not_above_the_peak_of_a_measured_plan(fit_in):
+    record = fit_in(0.5)
+    raised = replace(record, frontier=replace(record.frontier, floor_bytes=10 * record.budget_bytes))
+    assert record.floor_bytes == record.frontier.floor_bytes
+    assert raised.floor_bytes == max(record.plan.promised_peak_bytes, record.measured.peak_bytes)
+    assert f"floor     {format_bytes(raised.floor_bytes)} with these regions" in explain(raised)
 
 
 def test_a_plan_that_is_not_optimal_says_how_far_it_may_be(fit_in):

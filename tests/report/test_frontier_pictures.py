@@ -33,6 +33,13 @@ def test_text_is_a_staircase_with_its_marks():
     assert drawn[6:] == ["▲ floor 100 B, 4 s, bound by head", "■ keep all 200 B, 1 s", "● this plan 150 B, 2 s"]
 
 
+def test_a_plan_below_the_first_point_is_drawn():
+    """The frontier is that of before corrections: a measured plan may have a peak below its floor."""
+    drawn = draw_frontier(THREE, chosen=FrontierPoint(bytes=50, seconds=5.0), width=32, height=4).splitlines()
+    assert drawn[0] == "       5 s ┤●"
+    assert drawn[-1] == "● this plan 50 B, 5 s"
+
+
 def test_text_without_a_plan_and_in_ascii():
     drawn = draw_frontier(THREE, width=40, ascii_only=True)
     assert drawn.isascii()

@@ -729,7 +729,7 @@ def test_the_graph_is_freed_with_its_slices():
         ((torch.ones(4),), {"tiles": 2, "dim": 1}, r"shape \(4,\), and no dim=1"),
         ((torch.tensor(1.0),), {"tiles": 2}, r"shape \(\), and no dim=0"),
         ((torch.ones(4), torch.ones(5)), {"tiles": 2}, "4 in argument 0, 5 in argument 1"),
-        (([torch.ones(4)],), {"tiles": 2}, "Rows 0 of .* are a list"),
+        (([torch.ones(4)],), {"tiles": 2}, "Argument 0 of .* is a list"),
         ((3,), {"tiles": 2}, "no tensor to slice"),
         ((), {"tiles": 2}, "no tensor to slice"),
     ],
@@ -737,6 +737,11 @@ def test_the_graph_is_freed_with_its_slices():
 def test_bad_input(rows, options, words):
     with pytest.raises(InvalidInput, match=words):
         retape.tile(lambda *r: r[0], *rows, **options)
+
+
+def test_a_function_after_its_rows_is_refused():
+    with pytest.raises(InvalidInput, match="got a Tensor as its function; give the function first"):
+        retape.tile(torch.ones(4), nn.Linear(4, 4), tiles=2)
 
 
 @pytest.mark.parametrize(

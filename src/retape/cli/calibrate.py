@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from retape.core.errors import InvalidInput
+from retape.report.svg import check_writable
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from retape.forecast.calibration.run import calibrate
     from retape.forecast.device import write_device
 
+    check_writable(options.file, "device")
     try:
         where = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""`retape forecast`: peak, time and plan of a model on GPUs that need not be there; without a layout, the best few layouts."""
+"""`retape forecast`: peak, time and plan of a model on GPUs that are not here, or the best few layouts."""
 
 from __future__ import annotations
 

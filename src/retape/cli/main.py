@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _discard_output()
-        print(f"retape: Cannot write the answer: {error.strerror}. Give another place.", file=sys.stderr)
+        print(
+            f"retape: Cannot write to standard output: {error.strerror}. Redirect it to another file.", file=sys.stderr
+        )
         return _NOT_WRITTEN
 
 

@@ -99,7 +99,7 @@ class UnsupportedTransform(RegionError):
 
 
 class OffloadError(RegionError):
-    """A slot cannot be moved to host memory, or back: a copy failed, or the host has no room for it."""
+    """A slot cannot be copied to the host or a disk, or back."""
 
     def __init__(self, message: str, *, wanted_bytes: int = 0, limit_bytes: int = 0) -> None:
         super().__init__(message)

@@ -39,6 +39,16 @@ class DeviceRecord:
         """The seconds that the plan of this device adds to a step that keeps everything."""
         return (self.plan.promised_seconds or 0.0) - plain_seconds(self.chain)
 
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget that is known to suffice."""
+        return _floor_bytes(self.frontier, self.plan, self.measured)
+
+
+def _floor_bytes(frontier: Frontier, plan: Plan, measured: Record) -> int:
+    """Return the predicted floor, or the peak of a measured plan that is below it: the frontier is that of before corrections."""
+    return min(frontier.floor_bytes, max(plan.promised_peak_bytes, measured.peak_bytes))
+
 
 def plain_seconds(chain: Chain) -> float:
     """Return the seconds of a step that keeps everything, from the measured parts."""
@@ -144,6 +154,11 @@ class FitRecord:
     def rank_peaks(self) -> tuple[tuple[RankBudget, int], ...]:
         """The budget and the measured peak of each rank; empty if one process fitted alone."""
         return tuple(zip(self.rank_budgets, self.measured.rank_peaks, strict=True))
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget that is known to suffice; with several devices that of the first."""
+        return _floor_bytes(self.frontier, self.plan, self.measured)
 
     @property
     def plan_hash(self) -> str:

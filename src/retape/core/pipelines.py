@@ -1,4 +1,4 @@
-"""Microbatches in flight on a rank of a pipeline: how many have run their forward and not yet their whole backward; and its buffers.
+"""Microbatches in flight on a rank of a pipeline (forward done, backward not complete), and the buffers of its schedule.
 
 1F1B: Narayanan et al., 2019; interleaved: Narayanan et al., 2021; breadth-first: Lamy-Poirier, 2022; zero bubble, where gradients of
 weights come later, and its V schedule: Qi et al., 2023 and 2024; DualPipe in V form: DeepSeek-AI, 2024. The numbers are those of the

@@ -1,4 +1,4 @@
-"""Plan: a schedule for a problem inside a budget, its promise and its proven quality; and the Frontier of all budgets. JSON both ways.
+"""Plan: a schedule inside a budget, with its promise and proven quality. Frontier: all budgets. JSON both ways.
 
 A plan is a value: it neither measures nor runs.
 """
@@ -22,6 +22,13 @@ from retape.core.units import shown
 REPLAYED_STEPS = 2_000  # longest loop whose schedule is replayed: takes up to a second
 EQUAL_SECONDS = 1e-9  # relative difference of equal seconds that are summed in another order
 Problem: TypeAlias = Chain | Loop | Graph
+
+
+def bound_by(binding: str) -> str:
+    """Return ", bound by NAME" for a message; a name without letters (of an `nn.Sequential`) is called a region."""
+    if not binding:
+        return ""
+    return f", bound by {binding}" if any(map(str.isalpha, binding)) else f", bound by region {binding}"
 
 
 class ProblemKind(Enum):

@@ -67,7 +67,7 @@ OPTIMIZER_IN_BACKWARD = OptionSet.OPTIMIZER_IN_BACKWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One treatment of a stage: the bytes that it holds from its forward to its backward, and the cost of both.
+    """One treatment of a stage: bytes held from its forward to its backward, and the cost of both.
 
     `held_bytes` contains the stage's output, as a tape does; `moved_bytes` are on the host tier between forward and backward,
     `input_bytes` of them being the stage's input; with `on_disk` they are on the disk instead. `rerun_seconds` refill in backward what
@@ -198,7 +198,9 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Stages in a row, each with the output of the one before as input; `fixed_bytes` (weights, gradients, glue) are always held.
+    """Stages in a row, each with the output of the one before as input.
+
+    `fixed_bytes` (weights, gradients, glue) are always held.
 
     `left_bytes` of them belong to one microbatch: its regions leave them until their backward whatever a plan does (copies of
     buffers), and so does each other microbatch in flight.
@@ -402,7 +404,13 @@ class Budget:
     @classmethod
     def activations(cls, value: str | int, *, in_flight: int = 1) -> Budget:
         """Return a budget of bytes above weights and gradients."""
-        return cls(kind=BudgetKind.ACTIVATIONS, limit_bytes=_positive_bytes(_number_in(value)), in_flight=in_flight)
+        number = _number_in(value)
+        if isinstance(number, float):
+            raise InvalidInput(
+                f"Budget.activations counts bytes, and got {shown(number)}. Give bytes such as '10GiB', or the fraction itself as the "
+                "budget."
+            )
+        return cls(kind=BudgetKind.ACTIVATIONS, limit_bytes=_positive_bytes(number), in_flight=in_flight)
 
     @classmethod
     def fraction(cls, share: float, *, in_flight: int = 1) -> Budget:

@@ -14,7 +14,7 @@ from typing import Protocol
 from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall, InvalidInput
 from retape.core.machine import Machine, simulate
-from retape.core.plan import Frontier, FrontierPoint, Plan, Problem, judge
+from retape.core.plan import Frontier, FrontierPoint, Plan, Problem, bound_by, judge
 from retape.core.problem import Budget, BudgetKind, BudgetLike, Chain, Graph, Loop
 from retape.core.solvers.chain_planner import ChainPlanner
 from retape.core.solvers.costs import TUNING
@@ -96,13 +96,13 @@ def held_bytes(problem: Problem, plan: Plan) -> int:
 
 
 def peak_in_flight(problem: Problem, plan: Plan, in_flight: float) -> int:
-    """Return the peak with so many microbatches in flight: one step, and what the forwards of the others have left."""
+    """Return the peak with this many microbatches in flight: one step, and what the forwards of the others have left."""
     others = in_flight - 1
     return plan.promised_peak_bytes + (int(others * held_bytes(problem, plan)) if others > 0 else 0)
 
 
 def plans_in_flight(problem: Problem, in_flight: float) -> list[tuple[int, Plan]]:
-    """Return plans of rising seconds, each with its peak with so many microbatches in flight.
+    """Return plans of rising seconds, each with its peak for this many microbatches in flight.
 
     They are those of the frontier, and for a chain those of the frontier of a chain that holds as many times the bytes: that is the
     peak at the start of a backward, where most chains have it. Peaks and seconds are those of the chain itself in both cases.
@@ -121,7 +121,7 @@ def _some_plans(planner: Planner) -> list[Plan]:
 
 
 def _holding_more(chain: Chain, times: float) -> Chain:
-    """Return the chain with so many times the bytes that stay from a forward to its backward."""
+    """Return the chain with the bytes that stay from a forward to its backward multiplied by this factor."""
     stages = [
         replace(
             stage,
@@ -181,9 +181,8 @@ def _too_small(budget: Budget, asked: int, least: int, planner: Planner) -> Budg
         below, enough = f"{asked} bytes", f"{least} bytes"
     shared = f" with {budget.in_flight} microbatches in flight" if budget.in_flight > 1 else ""
     above = f" ({least - fixed} bytes above the fixed ones)" if budget.kind is BudgetKind.ACTIVATIONS else ""
-    bound = f", bound by {binding}" if binding else ""
     return BudgetTooSmall(
-        f"No plan fits in {below}{shared}; the smallest budget that does is {enough}{above}{bound}. "
+        f"No plan fits in {below}{shared}; the smallest budget that does is {enough}{above}{bound_by(binding)}. "
         "Raise the budget, or make that stage smaller (a smaller batch).",
         budget_bytes=asked,
         floor_bytes=least,

@@ -1,4 +1,4 @@
-"""Advice on changes of a setup: forecasts of it with one change each, the best first; and the page of a forecast, which shows them."""
+"""Advice on a setup: forecasts with one change each, the best first, and the page that shows them."""
 
 from __future__ import annotations
 

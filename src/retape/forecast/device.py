@@ -85,7 +85,7 @@ class Device:
 
     `host_forward_seconds` and `host_backward_seconds` are what the host takes to issue one op. `workspace_bytes` are allocated by
     libraries for good. `scaled_from` names the measured device whose efficiency is assumed where this one was not measured.
-    `matmul_share` is the part of the published rate that the best product reaches, where somebody measured it (0: not known).
+    `matmul_share` is the part of the published rate that the best product reaches, where a measurement is published (0: not known).
     `bandwidth_bytes_per_second` is that of a large copy. `link_bytes_per_second` is of one GPU to the others of its node,
     `network_bytes_per_second` of one GPU to other nodes, both in one direction. `error` says how far forecasts were off where they
     were compared with measured steps.

@@ -1,4 +1,4 @@
-"""From a step traced on one device to the steps of every pipeline stage of a layout: chains, fixed bytes and communication.
+"""The steps of all pipeline stages of a layout, from a step traced on one device.
 
 Tensor parallelism is with sequence parallelism, so every activation is divided by it (Korthikanti et al. 2022), and its seconds come
 from a trace with a cost model of as many parts. Its collectives are part of each region's seconds, because a region that is run again

@@ -1,4 +1,4 @@
-"""Solves the chain of one pipeline stage inside a budget: the fastest plan, with as many micro-batches in flight as the stage has."""
+"""The fastest plan of one pipeline stage inside a budget, with the micro-batches that it has in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from retape.core.actions import Backward
 from retape.core.errors import BudgetTooSmall
-from retape.core.plan import Frontier, Plan
+from retape.core.plan import Frontier, Plan, bound_by
 from retape.core.problem import Option, OptionKind
 from retape.core.solve import frontier, peak_in_flight, solve
 from retape.core.units import format_bytes
@@ -56,7 +56,7 @@ def peak_of(problem: StageProblem, plan: Plan) -> int:
 def plan_stage(problem: StageProblem, budget_bytes: int | None, *, kept_bytes: int | None = None) -> StagePlan:
     """Return the fastest plan inside the budget; None is no limit. Raise BudgetTooSmall with the floor of all in flight.
 
-    `kept_bytes` is the peak of keeping everything where it was traced as a whole; the chain's sums are a little above it.
+    `kept_bytes` is the peak of keeping everything where it was traced as a whole; the chain's sums are about 3 % above it.
     """
     best = frontier(problem.chain)
     lowest = solve(problem.chain, best.floor_bytes)
@@ -84,7 +84,7 @@ def _too_small(problem: StageProblem, budget_bytes: int, floor_bytes: int, bindi
     return BudgetTooSmall(
         f"No plan fits in {format_bytes(budget_bytes)}; the smallest budget that does is {format_bytes(floor_bytes)}, of which "
         f"{format_bytes(problem.fixed_bytes)} are weights, optimizer states and buffers"
-        f"{', bound by ' + binding if binding else ''}. Use a smaller micro-batch, more GPUs to share the "
+        f"{bound_by(binding)}. Use a smaller micro-batch, more GPUs to share the "
         "weights, or a larger device.",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,

@@ -24,7 +24,7 @@ class FittedLoss:
 
     `model` and `optimizer` are those that `Accelerator.prepare` returned. `step(model, batch)` returns the loss; without it the
     output's `.loss` is taken. The other arguments are those of `retape.fit`. The first call in training fits; batches that are larger
-    than the first run under a live budget. Used in a `with` statement, the model is at the end as it was; `remove()` does the same.
+    than the first run under a budget at run time. Used in a `with` statement, the model is at the end as it was; `remove()` does the same.
     """
 
     def __init__(

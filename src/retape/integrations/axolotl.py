@@ -1,4 +1,4 @@
-"""A plugin for axolotl that keeps training inside a budget: its configuration names the plugin, and the budget is a field of it.
+"""A plugin for axolotl that keeps training inside a budget, which is a field of the configuration.
 
 axolotl's trainers are built on Transformers' Trainer, so the plugin only adds its callback (`retape.integrations.huggingface`).
 """

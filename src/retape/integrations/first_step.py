@@ -2,12 +2,13 @@
 
 A trainer's adapter calls `FittedSteps.loss` wherever the trainer computes the loss of a batch. The first call fits, and so does one
 with another model, or before which weights were frozen or unfrozen. Other ones compare the batch with the fitted one, and give larger
-batches a live budget.
+batches a budget at run time.
 What belongs to one trainer (where its steps and loggers are) is in that trainer's module.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,12 +37,14 @@ from retape.torch.planning.attach import unwrapped
 
 ComputeLoss = Callable[[nn.Module, Any], Any]  # a trainer's own: returns the loss, or a tuple or dict that contains it
 _LOG = logging.getLogger("retape")
+_GIVEN_BY_TRAINERS = ("model", "batch", "budget", "step")
+_ARGUMENTS_OF_FIT = tuple(name for name in inspect.signature(fit).parameters if name not in _GIVEN_BY_TRAINERS)
 
 
 class Lengths(Enum):
     """Treatment of batches that are larger than the fitted one."""
 
-    ADAPTIVE = "adaptive"  # the first batch is fitted, larger ones run under a live budget
+    ADAPTIVE = "adaptive"  # the first batch is fitted, larger ones run under a budget at run time
     LONGEST = "longest"  # the longest batch of the data is fitted
 
     @classmethod
@@ -53,9 +56,9 @@ class Lengths(Enum):
 
 
 class FittedSteps:
-    """Training steps inside a budget: the first is fitted, and larger ones get a live budget over the plan.
+    """Training steps inside a budget: the first is fitted, and larger ones get a budget at run time over the plan.
 
-    `options` are those of `retape.fit`. `fitted` is the Fit, None before the first step; `live` the live budget, None before that;
+    `options` are those of `retape.fit`. `fitted` is the Fit, None before the first step; `live` the budget at run time, None before that;
     `is_live` says whether it runs the current step. It learns from steps of the fitted batch that are only measured.
     """
 
@@ -65,6 +68,11 @@ class FittedSteps:
                 "OPTIMIZER_IN_BACKWARD is for a loop of your own: trainers clip, scale or accumulate gradients. Leave it out, or call "
                 "retape.fit before such a loop."
             )
+        unknown = [name for name in options if name not in _ARGUMENTS_OF_FIT]
+        if unknown:
+            raise InvalidInput(
+                f"Unknown argument {unknown[0]!r}. Beside budget and lengths, give those of retape.fit: {', '.join(_ARGUMENTS_OF_FIT)}."
+            )
         self._budget, self._options = Budget.of(budget), options
         self.lengths = Lengths.of(lengths)
         self.fitted: Fit | None = None
@@ -72,7 +80,7 @@ class FittedSteps:
         self._is_removed = False
         self._sizes: list[TensorSize] = []
         self._fitted_model: FittedModel | None = None
-        self._other_reruns = 0  # of steps that teach the live budget
+        self._other_reruns = 0  # of steps that measure for the budget at run time
         self.is_live = False
         self._taken_over: OwnCheckpointing | None = None
 
@@ -95,7 +103,7 @@ class FittedSteps:
     def prepare(
         self, model: nn.Module, batch: Any, compute: ComputeLoss, *, optimizer: Any = None, keepers: Iterable[Any] = ()
     ) -> None:
-        """Do what `loss` does before it computes the loss: fit the first time, and decide between plan and live budget."""
+        """Do what `loss` does before it computes the loss: fit the first time, and choose the plan alone or the budget at run time."""
         if not torch.is_grad_enabled():
             return
         if self._is_removed:
@@ -128,7 +136,7 @@ class FittedSteps:
         return fitted
 
     def _teach_live(self, fitted: Fit, model: nn.Module, batch: Any, step: StepFunction, optimizer: Any) -> None:
-        """Let the live budget measure steps of the fitted size, apart from training: such a step is not held inside the budget.
+        """Let the budget at run time measure steps of the fitted size, apart from training: such a step is not held inside the budget.
 
         The last begins with gradients, as when they accumulate, if the fit has a plan for that: then backward needs the most.
         """
@@ -151,7 +159,7 @@ class FittedSteps:
         self.live = live
 
     def _choose(self, batch: Any) -> None:
-        """Let the plan run batches that are not larger than the fitted one, and the live budget those that are."""
+        """Let the plan run batches that are not larger than the fitted one, and the budget at run time those that are."""
         assert self.fitted is not None
         wants_live = self.lengths is Lengths.ADAPTIVE and not is_within(sizes_of(batch), self._sizes)
         if not wants_live:
@@ -233,7 +241,7 @@ def budget_as_out_of_memory() -> Iterator[None]:
 
 def _log_devices(fitted: Fit) -> None:
     _LOG.warning(
-        "retape: %s is on several devices, where a live budget is not possible: a batch that is larger than the fitted one may pass "
+        "retape: %s is on several devices, where a budget at run time is not possible: a batch that is larger than the fitted one may pass "
         "the budget. Use lengths='longest'.",
         fitted.record.model,
     )

@@ -31,8 +31,8 @@ class FitCallback(Callback):
     """Keeps training inside a budget: `Trainer(callbacks=[FitCallback(budget="20GiB")])`.
 
     Takes the arguments of `retape.fit`. The fit runs inside the first `training_step`, with the trainer's precision and optimizer.
-    `lengths` may be "adaptive": batches larger than the first run under a live budget. `fitted` is the Fit, None before the first
-    step; `live` the live budget, if one was needed. The module is as it was when training has ended or failed.
+    `lengths` may be "adaptive": batches larger than the first run under a budget at run time. `fitted` is the Fit, None before the first
+    step; `live` the budget at run time, if one was needed. The module is as it was when training has ended or failed.
     """
 
     def __init__(self, budget: BudgetLike, *, lengths: Lengths | str = Lengths.ADAPTIVE, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""State of a trainer that a fit asks about: what it leaves as it was, the model that it is of, and the sizes of batches.
+"""State of a trainer for a fit: its model, what a fit must restore, and the sizes of batches.
 
 It leaves the trainer's counters and metrics as they were, and the model's own checkpointing.
 """

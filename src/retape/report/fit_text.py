@@ -11,6 +11,7 @@ from rich.table import Table
 
 from retape.core.assignment import OUTSIDE_REGIONS
 from retape.core.fit_record import FitRecord
+from retape.core.plan import bound_by
 from retape.core.problem import OptionKind
 from retape.core.units import format_bytes, format_seconds
 from retape.report.memory import sparkline
@@ -80,7 +81,7 @@ def _devices(record: FitRecord) -> Table:
             format_bytes(device.plan.promised_peak_bytes),
             format_bytes(device.measured.peak_bytes),
             f"{device.measured.peak_bytes / device.budget_bytes:.1%}",
-            format_bytes(device.frontier.floor_bytes),
+            format_bytes(device.floor_bytes),
             format_seconds(device.extra_seconds) if device.extra_seconds > 0 else "0",
         )
     return table
@@ -180,7 +181,7 @@ def _totals(record: FitRecord, width: int, ascii_only: bool) -> Table:
         *_ranks(record),
         ("step", _step(record)),
         ("plan", quality(record)),
-        ("floor", f"{format_bytes(record.frontier.floor_bytes)} with these regions{_binding(record)}"),
+        ("floor", f"{format_bytes(record.floor_bytes)} with these regions{_binding(record)}"),
         ("keep all", f"{format_bytes(record.frontier.store_all_bytes)}, {format_seconds(record.plain_seconds)} a step"),
         ("fitting", f"took {format_seconds(record.profile_seconds)} on {record.measured.device}"),
     ):
@@ -258,5 +259,4 @@ def quality(record: FitRecord) -> str:
 
 
 def _binding(record: FitRecord) -> str:
-    name = floor_binding(record)
-    return f", bound by {name}" if name else ""
+    return bound_by(floor_binding(record))

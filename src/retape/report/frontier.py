@@ -1,4 +1,4 @@
-"""The frontier of a fit (best seconds of a step at every number of bytes) as text for a terminal, SVG and PNG; measured peers beside it.
+"""The frontier of a fit (best seconds at every number of bytes) as text, SVG and PNG, beside measured peers.
 
 The interactive version of the HTML report is in `page/frontier.py`.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from retape.core.errors import InvalidInput
 from retape.core.fit_record import FitRecord
-from retape.core.plan import Frontier, FrontierPoint
+from retape.core.plan import Frontier, FrontierPoint, bound_by
 from retape.core.units import format_bytes, format_seconds, is_amount, is_whole
 from retape.report.svg import Axis, Plane, document, legend, write_file
 
@@ -181,7 +181,7 @@ def draw_frontier(
     signs = {"floor": marks.floor, "keep all": marks.keep_all, "this plan": marks.chosen}
     for name, point in marked:
         grid.mark(point, signs[name])
-    binding = f", bound by {frontier.binding}" if frontier.binding else ""
+    binding = bound_by(frontier.binding)
     notes = [f"{signs[name]} {name} {point_text(point)}{binding if name == 'floor' else ''}" for name, point in marked]
     return "\n".join([*grid.lines(marks), *notes])
 
@@ -204,7 +204,7 @@ class _CharacterGrid:
         """Draw the staircase: between two points the slower one is the best that fits."""
         points = sorted((self._column(point), point.seconds) for point in self._frontier.points)
         before: int | None = None
-        for column in range(self._width):
+        for column in range(points[0][0], self._width):  # a measured plan may be left of all points
             row = self._row(min(seconds for place, seconds in points if place <= column))
             for between in range(row if before is None else before + 1, row):
                 self._cells[between][column] = marks.steep

@@ -1,4 +1,4 @@
-"""The plan of a fit as rows, one for regions that are treated alike: what they hold and what they run again. Draws nothing.
+"""The plan of a fit as rows, one for regions with equal treatment: what they hold and recompute. Draws nothing.
 
 The seconds are those of the plan's actions, so that the rows sum to the promised seconds above a step that keeps everything.
 """

@@ -1,4 +1,4 @@
-"""A schedule as a picture, steps across and time down, as the literature draws it: text for a terminal, and SVG. Counts nothing."""
+"""A schedule as a picture, steps across and time down: text for a terminal, and SVG. Counts nothing."""
 
 from __future__ import annotations
 

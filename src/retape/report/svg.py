@@ -1,4 +1,4 @@
-"""SVG files that need nothing else, light and dark: a plane with axes for bytes and seconds, a legend, and writing the file."""
+"""Self-contained SVG files, light and dark: a plane of bytes and seconds, a legend, and writing the file."""
 
 from __future__ import annotations
 

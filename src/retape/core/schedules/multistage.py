@@ -1,4 +1,4 @@
-"""Schedules for slots in several tiers (device, host, disk), each with its own capacity and its own write and read cost.
+"""Schedules for slots in tiers (device, host, disk), each with its capacity, write cost and read cost.
 
 Papers: P. Stumm and A. Walther, "Multistage approaches for optimal offline checkpointing", SIAM J. Sci. Comput. 31(3),
 2009; J. Herrmann and G. Pallez (Aupy), "H-Revolve: a framework for adjoint computation on synchronous hierarchical

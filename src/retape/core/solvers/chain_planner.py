@@ -1,4 +1,4 @@
-"""All plans of a chain: the candidates of every solver, reduced to the ones that no other dominates, and a lower bound.
+"""All plans of a chain: the candidates of every solver that no other dominates, and a lower bound.
 
 The candidates depend on the chain alone and their bytes and seconds are exact, so a smaller budget never gets a larger peak and
 a larger budget never a slower plan.

@@ -2,7 +2,7 @@
 
 A group is run again as a whole, and the tensors of a group that can be held are held together. That is a smaller class of holdings:
 each answer is feasible for the whole graph, but the best one may be missed. Ops that take a large share of the seconds, or that make
-a tensor with a large share of the bytes, stay alone, so what is lost lies among the small ones. Linear in the graph's size.
+a tensor with a large share of the bytes, stay alone, so what is lost is among the small ones. Linear in the graph's size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from retape.core.problem import Graph, GraphTensor, Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoarseGraph:
-    """A graph of groups, and the tensors of the whole graph that each of its tensors stands for."""
+    """A graph of groups, and the tensors of the whole graph that each of its tensors represents."""
 
     graph: Graph
     members: Mapping[str, tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""The numbers of a chain for its solvers: bytes and seconds of each move of a schedule; and the limits of the solvers.
+"""Bytes and seconds of each move of a chain's schedule, for its solvers, and their limits.
 
 These are the rules of `machine.py` for persistent schedules, in closed form. A segment's input is counted where it is
 kept, so all bytes here are beyond that input. A segment that reaches the end of the chain is in its first run;

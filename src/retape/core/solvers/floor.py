@@ -1,4 +1,4 @@
-"""The floor of a chain: the smallest peak of any persistent schedule, in exact bytes, and a plan with that peak.
+"""The floor of a chain: the smallest peak of any persistent schedule, and a plan with that peak.
 
 The interval dynamic program of `chain.py` with the peak in place of the time: the least bytes to reverse a segment are
 the least, over Take and Split, of the greatest need of the move and of what it leaves to do. O(n^3), one number per

@@ -1,4 +1,4 @@
-"""Tensors of one region to hold between forward and backward: a minimum cut, an exact program, and a planner over both.
+"""Tensors of one region to hold until backward: a minimum cut, an exact program, and their planner.
 
 Fewest bytes (`least_held`): a minimum cut, after the partitioner of Chen, Moreau, Jiang et al. (TVM, PyTorch's AOTAutograd).
 Outputs of ops that may not run again flow to what backward reads through the ops that may, and each such path is cut by holding
@@ -7,7 +7,7 @@ block. Capacities are 32-bit: sums above 2^30 are rounded up to a coarser unit, 
 
 Fewest seconds within bytes (`hold_within`): a mixed-integer program as in Checkmate (Jain et al., 2020), for one re-run of one
 region. A tensor is held or not, an op is run again or not; what backward reads, and every input of an op that is run again, must
-be held or made again. Minimises re-run seconds, then bytes among the optima, so that a smaller budget never holds more. The ops
+be held or recomputed. Minimises re-run seconds, then bytes among the optima, so that a smaller budget never holds more. The ops
 follow from the held tensors but are integer unknowns as well: with continuous ones HiGHS often repairs an answer, and then prints to
 stdout whatever its output options are. Costs are in units of the smallest one, because HiGHS ignores differences below its tolerances.
 Each answer is evaluated exactly: one that exceeds a limit within the tolerance is excluded and the program is solved again; it is
@@ -37,7 +37,7 @@ _TOLERANCE = 4e-6  # of HiGHS's gap and of its bound, in units of the smallest c
 _WIDENED = 1e-3  # added to a limit, in units of the smallest cost, so that HiGHS does not repair an answer at the limit
 _TRIES = 8  # answers that exceed a limit within the tolerance before the program gives up
 
-MilpSolver = Callable[..., OptimizeResult]  # scipy.optimize.milp, or a stand-in for it in tests
+MilpSolver = Callable[..., OptimizeResult]  # scipy.optimize.milp, or a replacement in tests
 
 
 def least_held(graph: Graph, banned: Collection[str] = ()) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ class _Program:
         return costs
 
     def _requirements(self) -> LinearConstraint | None:
-        """Return the constraint: every saved tensor, and every input of an op that is run again, is held or made again."""
+        """Return the constraint: every saved tensor, and every input of an op that is run again, is held or recomputed."""
         wants: list[tuple[str, int | None]] = [(name, None) for name in dict.fromkeys(self._graph.saved)]
         wants += [(name, unknown) for unknown, op in self._running.items() for name in dict.fromkeys(op.inputs)]
         wants = [want for want in wants if want[0] in self._holding]

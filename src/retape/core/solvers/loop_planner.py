@@ -1,4 +1,4 @@
-"""All plans of a loop: the number of snapshots that fit beside the current step, and the schedule family that uses them best.
+"""All plans of a loop: the snapshots that fit beside the current step, and the best schedule family.
 
 Store-all, mixed (a slot holds a state or a tape; the size of its table is limited) and Revolve (any length, in
 closed form) are compared by their forward steps; a loop of unknown length gets a number of snapshots for the online

@@ -1,4 +1,4 @@
-"""Times and weighs one op at a time on a device, behind queued work; the sizes that a calibration measures."""
+"""Seconds and bytes of one op at a time on a device, behind queued work; the sizes that a calibration measures."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ TOY = CalibrationTuning(
 
 
 class DeviceMeter:
-    """Times and weighs one op at a time on a device."""
+    """Measures seconds and bytes of one op at a time on a device."""
 
     def __init__(self, device: torch.device, tuning: CalibrationTuning) -> None:
         self.device, self.tuning = device, tuning

@@ -24,7 +24,7 @@ from retape.forecast.simulation.op_work import AttentionShape, MatmulShape, OpWo
 
 Array = NDArray[np.float64]
 _LEAST_SIDE = 64  # a product with a smaller side takes about as long as with this one
-_PLAIN = ("mul", "", "bfloat16")  # stands for ops that were not measured
+_PLAIN = ("mul", "", "bfloat16")  # used for ops that were not measured
 _GROUPED = "grouped bfloat16"
 
 

@@ -1,4 +1,4 @@
-"""Work of one op by its arguments: what it reads and writes, its floating-point operations, and its name in a table of costs.
+"""Work of one op by its arguments: bytes read and written, floating-point operations, and name in the cost table.
 
 The same figures are used to measure a device (`calibration`) and to forecast a step (`simulator`), so an error in them cancels out.
 Rates and seconds are in `device`.

@@ -1,4 +1,4 @@
-"""Traces a step on a simulated device: the chain of its regions with their options, as `fit` builds it, and what the step takes plainly.
+"""Traces of a step on a simulated device: the chain that `fit` would build, and the plain step.
 
 The steps are those of `fit` (`planning/step_trials.py`), run on the meta device with the simulated device as clock and meter.
 """

@@ -1,4 +1,4 @@
-"""LazyLogits that are only described: the ops between head and loss are recorded, for a loss that is computed in slices.
+"""Logits that are not computed: ops between head and loss are recorded for a loss in slices.
 
 Multiplying, dividing and tanh are recorded: the scales and soft caps of Transformers' models; `.float()` and `.contiguous()` do nothing.
 Anything else raises an error, because the values do not exist.

@@ -37,8 +37,8 @@ class FitCallback(TrainerCallback):
     """Keeps training inside a budget: `Trainer(..., callbacks=[FitCallback(budget="20GiB")])`.
 
     Takes the arguments of `retape.fit`. The fit runs inside the first training step, on the loss that the trainer computes. With
-    lengths="adaptive" batches that are larger than the first run under a live budget; with "longest" the longest rows of the
-    training data are fitted instead. `fitted` is the Fit, None before the first step; `live` the live budget, if one was needed.
+    lengths="adaptive" batches that are larger than the first run under a budget at run time; with "longest" the longest rows of the
+    training data are fitted instead. `fitted` is the Fit, None before the first step; `live` the budget at run time, if one was needed.
     The model and the trainer are as they were when training has ended or failed.
     """
 
@@ -78,7 +78,9 @@ class FitCallback(TrainerCallback):
         trainer = _trainer_of(self)
         _refuse_engines(trainer)
         if is_attached(model):
-            raise InvalidInput(f"{type(model).__name__} is managed by a fit already. Call its remove() first.")
+            raise InvalidInput(
+                f"{type(model).__name__} is managed by a fit already, or by retape.adaptive. Call remove() on what that returned first."
+            )
         self._without_cache = self._steps.take_over(model).was_on and _takes_use_cache(model)
         self._optimizer = kwargs.get("optimizer")
         self._overlay(trainer)

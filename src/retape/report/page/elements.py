@@ -1,4 +1,4 @@
-"""Elements that every section of the report uses: values that programs can read back, legends, figures, sections; and the style sheet.
+"""Elements of all sections of the report: readable values, legends, figures, and the style sheet.
 
 The style follows the light or dark preference of the reader's system.
 """

@@ -1,4 +1,4 @@
-"""The page of a forecast: its figures, what to change, and per pipeline stage the memory over a micro-batch by class and the frontier."""
+"""The page of a forecast: figures, what to change, and memory and frontier of each pipeline stage."""
 
 from __future__ import annotations
 

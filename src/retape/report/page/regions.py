@@ -111,6 +111,6 @@ def _cells(name: str, count: int, plan: str, *texts: str, exact: int) -> str:
 
 
 def _cell(text: str, head: str, number: bool) -> str:
-    """Return a cell; on a narrow screen, where a row is a list, its head stands before it."""
+    """Return a cell; on a narrow screen, where a row is a list, its head is before it."""
     kind = ' class="n"' if number else ' class="long"' if head == _HEADS[-1][0] else ""
     return f'<td{kind} data-head="{head}">{text}</td>'

@@ -6,6 +6,7 @@ from collections import Counter
 from html import escape
 
 from retape.core.fit_record import FitRecord
+from retape.core.plan import bound_by
 from retape.core.units import format_bytes, format_seconds
 from retape.report.fit_text import fixed_parts, quality, rank_peaks
 from retape.report.page.elements import bytes_value, counted, seconds_value, section
@@ -82,14 +83,13 @@ def facts(record: FitRecord) -> str:
     """Return a list of the other facts."""
     more = record.chain.fixed_bytes - record.measured.base_bytes
     found = f" (and {format_bytes(more)} found by measuring)" if more > 0 else ""
-    name = floor_binding(record)
-    binding = f", bound by {escape(name)}" if name else ""
+    binding = escape(bound_by(floor_binding(record)))
     entries = [
         (
             "before the step",
             f"{bytes_value('base-bytes', record.measured.base_bytes)}: {fixed_parts(record)}{found}",
         ),
-        ("floor", f"{bytes_value('floor-bytes', record.frontier.floor_bytes)}{binding}"),
+        ("floor", f"{bytes_value('floor-bytes', record.floor_bytes)}{binding}"),
         ("measured on", escape(record.measured.device)),
         ("fitting", f"took {format_seconds(record.profile_seconds)}"),
         ("versions", escape(", ".join(f"{name} {version}" for name, version in record.versions))),

@@ -1,4 +1,4 @@
-"""A budget enforced while the step runs: regions start held, and are dropped or moved to the host when bytes run short.
+"""A budget enforced at run time: regions are dropped or moved to the host when memory runs short.
 
 Start from `manager.adaptive` (the user's call), `governor.Governor` (one step: makes room, runs regions, brings slots back),
 `evict.score` (what is dropped first), `needs.Needs` (the bytes of each phase, learned from measured steps) and

@@ -1,4 +1,4 @@
-"""The bytes of a live budget and those that count against it: what was present before the step, and what regions hold.
+"""The bytes of a budget at run time and those that count against it: base memory, and what regions hold.
 
 On CUDA the allocator says what is live, and the budget is its hard limit wherever an out-of-memory error can be undone: in a region's
 forward and re-run. Elsewhere (a backward kernel, the loss) the allocator may reserve more, for fragments: there live bytes are kept inside
@@ -406,7 +406,7 @@ class BudgetLimit:
         )
 
     def over_warning(self, what: str, peak_bytes: int, *, is_new_size: bool) -> str:
-        """The warning for a peak that could not be predicted, and that no allocator refuses: of a new size, or it depends on the data."""
+        """The warning for a peak that could not be predicted: its size is new, or depends on the data."""
         cause = (
             "The bytes of a batch of a new size are known only once a step with it was measured; from now on one of this size or larger "
             "that does not fit is an error."
@@ -420,7 +420,10 @@ class BudgetLimit:
         )
 
     def failed_after_collective(self, name: str, error: BaseException) -> BudgetTooSmall:
-        """The error for a region that ran out of memory after a collective: starting it again would pair with another rank's next one."""
+        """The error for a region that ran out of memory after a collective.
+
+        Starting the collective again would pair it with another rank's next one.
+        """
         return self._out_of_memory(
             f"Region {name} ran out of memory after it had started a collective",
             error,
@@ -431,7 +434,10 @@ class BudgetLimit:
         )
 
     def failed_outside(self, error: BaseException, now_bytes: int) -> BudgetTooSmall:
-        """The error for running out of memory outside regions: nothing can be run again, and gradients may hold a part of the step."""
+        """The error for running out of memory outside regions.
+
+        Nothing can be run again, and gradients may hold a part of the step.
+        """
         return self._out_of_memory(
             "Out of memory outside any region's forward or re-run (a backward kernel, the loss or the optimizer)",
             error,

@@ -1,4 +1,4 @@
-"""Attaches `adaptive` to a model, over a plan if there is one, and watches the steps of the ranks that share it.
+"""Attachment of `adaptive` to a model or its plan, and the watch over the steps of its ranks.
 
 Steps and regions are run in `manager.py`.
 """
@@ -106,7 +106,7 @@ class ModelAttachment:
 
 
 def budget_device(model: nn.Module | None) -> torch.device:
-    """The device on which a live budget counts: the model's; without a model the GPU in use, if any is."""
+    """The device on which a budget at run time counts: the model's; without a model the GPU in use, if any is."""
     if model is not None:
         return device_of(model)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Regions with collectives under a live budget: all ranks hold and drop the same ones, at the same places (Rule 9).
+"""Regions with collectives under a budget at run time: all ranks hold and drop the same ones (Rule 9).
 
 A region that took part in a collective is dropped when its first run ends, or held for good: that is decided before the step, by a table
 that all ranks have agreed on, and never by what one of them measures inside the step. Until enough is known, and for batches of a new
@@ -166,7 +166,7 @@ class CollectiveRegions:
     def drops(self, region: ManagedRegion, ranks: frozenset[int] | None) -> bool:
         """True if a region whose first run communicated with these ranks is dropped now, on all of them; else it is held.
 
-        It is held where not all of those ranks share the live budget, or a plan decides about it.
+        It is held where not all of those ranks share the budget at run time, or a plan decides about it.
         """
         watch = self._watch()
         if watch is None or ranks is None or not ranks <= set(watch.members) or not region.region.policy.hold_all:

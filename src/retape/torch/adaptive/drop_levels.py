@@ -1,12 +1,12 @@
-"""Drop levels: the parts of a region that can be dropped before the rest, and the slots that are copied to the host.
+"""Drop levels: parts of a region that can be dropped first, and slots that are copied to the host.
 
 The order in which storages are dropped is found greedily on the trace of a re-run: next goes the one whose loss costs the fewest seconds
 per byte, by the recipe that the engine would follow. Levels that cost more than a mix of their neighbours are left out, so that seconds
 per byte rise from level to level. Kinds of one owner that run the same ops share an order. When to drop is decided in `evict.py`.
 
-Copies to the host start when a region's forward is over, once bytes have run short before, and only if the lane is done with earlier
+Copies to the host start when a region's forward is over, once bytes have run short before, and only if the copy stream is done with earlier
 ones by then. The slots stay on the device as well until they are evicted: then they are released at once, and copied back when backward
-needs them, or shortly before. Copies and lanes are those of the engine.
+needs them, or shortly before. Copies and streams are those of the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropLevel:
-    """Hold these slots and drop the rest: a re-run takes `share` of the seconds of one of everything, needs `saved_bytes` less, and by its
+    """Slots to hold while the rest is dropped, with the cost of a re-run.
+
+    It takes `share` of the seconds of a full re-run, needs `saved_bytes` less, and by its
     ops `rerun_bytes` beside what is held.
 
     It is a share, because the seconds of a kind become fewer as more of its runs are timed.
@@ -188,8 +190,8 @@ def _is_above(middle: tuple[int, float], left: tuple[int, float], right: tuple[i
 class HostCopyScheduler:
     """Decides which slots of a region are copied to the host, and when.
 
-    The clock is the device's: the measured seconds of the regions that ran so far, and those until when the lane copies. The host is
-    ahead of the device, so that asking whether a copy is done would find the lane busy whenever there is something to copy.
+    The clock is the device's: the measured seconds of the regions that ran so far, and the time until which the stream copies. The host is
+    ahead of the device, so that asking whether a copy is done would find the stream busy whenever there is something to copy.
     """
 
     def __init__(
@@ -203,13 +205,13 @@ class HostCopyScheduler:
         self._computed_seconds = self._busy_seconds = 0.0
 
     def begin_step(self) -> None:
-        """Regard the lane as free."""
+        """Regard the copy stream as free."""
         self._computed_seconds = self._busy_seconds = 0.0
 
     def choose(
         self, trace: RegionTrace, levels: tuple[DropLevel, ...], *, seconds: float, rerun_seconds: float
     ) -> frozenset[int]:
-        """The slots of a kind that take longest to recompute, as many as the lane can copy while such a region runs.
+        """The slots of a kind that take longest to recompute, as many as can be copied while such a region runs.
 
         Those are what the last level holds, and everything without levels; none if recomputing is quicker than the copy back.
         """
@@ -238,7 +240,7 @@ class HostCopyScheduler:
         return 0.0 if tier is None else self._tuning.visible_copy_share * tier.read_seconds(size)
 
     def send(self, region: Region, slots: list[Slot], copies: dict[int, offload.MovedSlot], seconds: float) -> None:
-        """Copy slots of a region whose forward took `seconds` into `copies`, if the lane is free when that ends."""
+        """Copy slots of a region whose forward took `seconds` into `copies`, if the copy stream is free when that ends."""
         self._computed_seconds += seconds
         if not slots or self._busy_seconds > self._computed_seconds:
             return

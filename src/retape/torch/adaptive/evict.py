@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionCandidate:
-    """Slots of a region down to a drop `level` (None: all of them), or the output number `output`, which `takers` hold as an input.
+    """Slots of a region down to a drop `level` (None: all), or its output number `output`, an input of `takers`.
 
     `number` is the region's place in the step. Slots are recomputed `once`, outputs perhaps more often. With `on_host` it is what the
     host has a copy of, which is only released.
@@ -164,7 +164,7 @@ class Evictor:
         self.evictions += 1
 
     def update_makers(self, region: ManagedRegion) -> None:
-        """Note which regions must run before this one, after an input of it was dropped or made again."""
+        """Note which regions must run before this one, after an input of it was dropped or recomputed."""
         makers = region.makers()
         if makers:
             self._makers[region.number] = tuple([maker.number for maker in makers])

@@ -1,4 +1,4 @@
-"""The governor of a live budget: makes room for each phase of a step, runs regions inside it, and brings back what backward needs.
+"""The governor of a budget at run time: makes room, runs regions, and restores what backward needs.
 
 Before a region runs, forward or again, and before its backward, the bytes that it needs are compared with those that are left; if they do
 not fit, regions are evicted. A region's backward was measured with all of its slots present, each freed as it was used. So everything

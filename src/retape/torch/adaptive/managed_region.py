@@ -1,4 +1,4 @@
-"""A region under a live budget: its slots and inputs are held and counted, and can be dropped at any time.
+"""A region under a budget at run time: slots and inputs are counted, and can be dropped at any time.
 
 An input that another such region made is replaced by a link when it is dropped; all regions that hold it drop it together, for only then
 is it freed. When to drop what is decided by the governor and `evict.py`.
@@ -441,7 +441,7 @@ def _region_freed(reference: Any) -> None:
 
 
 def managed_by(region: Region) -> ManagedRegion:
-    """The observer of a region under a live budget."""
+    """The observer of a region under a budget at run time."""
     assert isinstance(region.observer, ManagedRegion)
     return region.observer
 

@@ -1,4 +1,4 @@
-"""`adaptive`: a live budget for models and batches that change every step.
+"""`adaptive`: a budget at run time for models and batches that change every step.
 
 Every region starts with its slots held. Before a region runs, forward or again, and before its backward, the bytes that it needs are
 compared with the budget; if they do not fit, the regions that are cheapest to recompute are dropped (`governor.py`). A batch that fits
@@ -45,13 +45,13 @@ def adaptive(
     host: bool | None = None,
     group: Group = None,
 ) -> Adaptive:
-    """A live budget: regions start held, and are dropped and recomputed only as far as the bytes demand.
+    """Enforce a budget while steps run: saved tensors are held, and dropped and recomputed only when memory runs out.
 
     Without a model, enter it around each step: every `retape.checkpoint` inside is under the budget. With a model, its
     regions are found as `retape.fit` finds them and it stays attached until `.remove()`, or the end of a `with` block;
     entered again, it is attached again. With options=ALL the loss of a Hugging Face causal language model is computed in
     slices, without whole logits. With `progress` a line on the terminal follows the steps. With `host` slots that are slow to
-    recompute are copied to the host while its lane is free; None means: if the device has memory of its own.
+    recompute are copied to the host while the copy stream is free; None means: if the device has memory of its own.
 
     With several processes each decides for itself, except about regions with collectives: those are held and dropped by all ranks of
     `group` together, by default those that share the model, else the world. False is for this process alone, which then holds them.
@@ -77,7 +77,7 @@ def adaptive(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveStats:
-    """The cost of a live budget so far.
+    """The cost of a budget at run time so far.
 
     `peak_bytes` has one number per step, everything counted: measured if the step was, else predicted. `over_budget` counts the steps
     whose peak passed the budget. `plain_steps` ran without regions, because a step like them was known to fit; so did `plain_regions` of
@@ -107,7 +107,7 @@ class AdaptiveStats:
         highest, last = (max(self.peak_bytes), self.peak_bytes[-1]) if self.peak_bytes else (0, 0)
         steps = f"in {self.over_budget} steps" if self.over_budget != 1 else "in one step"
         rows = (
-            ("budget", format_bytes(self.budget_bytes)),
+            ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else "known when the first step begins"),
             ("before a step", format_bytes(self.base_bytes)),
             ("peak", f"{format_bytes(highest)} at most, {format_bytes(last)} in the last step"),
             ("over the budget", steps if self.over_budget else "never"),
@@ -153,7 +153,7 @@ class ProgressLine:
 
 
 class Adaptive:
-    """Runs regions inside a live budget. Make one with `retape.adaptive`.
+    """Runs regions inside a budget that is enforced at run time. Make one with `retape.adaptive`.
 
     Without a model it is entered around each step, and every `retape.checkpoint` inside is under the budget. With a model
     it is attached from the start until `remove`, or the end of a `with` block; entered again, it is attached again.

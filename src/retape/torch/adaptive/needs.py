@@ -1,4 +1,4 @@
-"""Bytes that each phase of a step needs beyond those that are counted, by kind of region; learned from measured steps.
+"""Measured bytes that each phase of a step needs beyond those that are counted, by kind of region.
 
 `Needs` remembers how far a step rose above the counted bytes when a phase began: temporaries and everything that lives outside regions
 are in there. `StepMeasurement` measures one step. When to measure is decided in `manager.py`, what to drop in `evict.py`.

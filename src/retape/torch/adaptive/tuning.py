@@ -1,4 +1,4 @@
-"""The thresholds of a live budget, and the clocks and meters that it reads. Tests pass others instead of patching modules.
+"""The thresholds of a budget at run time, and the clocks and meters that it reads. Tests pass others instead of patching modules.
 
 What is done with them is in the modules that take an `AdaptiveTuning` or `AdaptiveInstruments`.
 """
@@ -25,7 +25,7 @@ from retape.torch.planning.instruments import OpTimer, engine_overheads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveTuning:
-    """Every threshold of a live budget."""
+    """Every threshold of a budget at run time."""
 
     # --- measured steps
     # Steps measured at first, whatever they are: in the first one gradients may not exist and modules copy what they might change.
@@ -162,7 +162,7 @@ def _op_overhead_seconds(device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveInstruments:
-    """The clocks and meters of a live budget, each a function."""
+    """The clocks and meters of a budget at run time, each a function."""
 
     clock: Callable[[], float] = time.perf_counter
     # Times the ops of a re-run that is recorded.

@@ -375,7 +375,7 @@ _autocast, _autocast_dtype, _read_settings = (
 class RestoredAmbient:
     """The settings and random streams of a first run, from construction until `leave`; then all is as it was found.
 
-    Containers that context variables hold are put back too, unless it surrounds a `first_run`: what that collects stays.
+    Containers that context variables hold are restored too, unless it surrounds a `first_run`: what that collects stays.
     """
 
     __slots__ = ("_collectors", "_context", "_grad", "_settings", "_streams")

@@ -88,7 +88,7 @@ class ArgumentTemplates:
     ) -> None:
         self._containers: dict[int, Any] = {}  # those in the arguments that can change, by id, until `share`
         self._tuples: list[Any] | None = []  # those in the arguments, so that no other object gets their ids meanwhile
-        self._ids: dict[int, int] = {}  # by the id of a template: the id of the container that it stands for
+        self._ids: dict[int, int] = {}  # by the id of a template: the id of the container that it represents
         self._as_given: dict[int, Any] = _NO_CONTAINERS  # those that are passed to a re-run as they are, by id
         self.positional = tuple([self._template(value, tensors, others) for value in arguments])
         self.only_tensors = not keywords and _ONLY_LEAVES.issuperset(map(type, self.positional))
@@ -152,7 +152,7 @@ class ArgumentTemplates:
         return made
 
     def _put_back(self, value: Any, tensors: list[Tensor], made: dict[int, Any]) -> Any:
-        """Return what a template stands for, with these tensors; `made` has the containers so far, by the ids of the originals."""
+        """Return what a template represents, with these tensors; `made` has the containers so far, by the ids of the originals."""
         kind: Any = type(value)
         if kind is Leaf:
             return tensors[value.index]

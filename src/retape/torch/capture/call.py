@@ -1,7 +1,7 @@
-"""Capture of a call: its tensors at any depth, the modules and closures behind it, and how to call it once more.
+"""Capture of a call: its tensors, modules and closures at any depth, and the call repeated.
 
 `capture_call` walks a function and its arguments once. The result can be called again with the same state: containers of arguments
-are rebuilt, closure variables and globals are those of the first run, and what modules, objects, lists and dicts held can be put back
+are rebuilt, closure variables and globals are those of the first run, and what modules, objects, lists and dicts held can be restored
 (`holders`). A `Snapshot` checks versions of the tensors before that. Everything reachable is walked; a warning is logged once
 where that is more than 100,000 objects.
 """

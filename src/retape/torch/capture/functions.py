@@ -1,4 +1,4 @@
-"""Functions that a call runs: the names in their code, which are a library's, what they keep from call to call, retape's callables.
+"""Functions that a call runs: names in their code, libraries' functions, and values kept between calls.
 
 Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. Each code object
 is read once.
@@ -276,7 +276,10 @@ def of_library(kind: Any) -> bool:
 
 
 def fields_are_restored(kind: type) -> bool:
-    """True if a re-run sees the plain fields of such an object as they were; those of a library's lock, pool or file change at any time."""
+    """True if the plain fields of such an object are restored for a re-run.
+
+    Those of a library's lock, pool or file are not: they change at any time.
+    """
     return not of_library(kind) or issubclass(kind, SETTINGS_OBJECTS) or is_value_of_torch(kind)
 
 

@@ -5,7 +5,7 @@ A region must know, each time, everything that its modules hold. The places (fie
 and compares names, types and the identity of every child with those of the walk; where anything differs, the tree is walked again. A
 layout knows places and no values, and refers to modules weakly, so it keeps nothing alive.
 
-Not here: functions, arguments and other objects (`call.py`); one module's fields and how they are put back (`holders`).
+Not here: functions, arguments and other objects (`call.py`); one module's fields and how they are restored (`holders`).
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ class ModuleTree:
     # --- around a re-run -------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Put back what the modules held in the first run; usually they hold it still."""
+        """Restore what the modules held in the first run; usually they hold it still."""
         self._entered = None
         if not self._is_unchanged() or not self.layout.with_parameters:
             self._entered = self._one_by_one()
@@ -383,7 +383,7 @@ class ModuleTree:
                 holder.enter()
 
     def leave(self) -> None:
-        """Put back what they held when it was entered."""
+        """Restore what they held when it was entered."""
         holders, objects = self._entered, self._objects
         if holders is None:
             unchanged = self._is_unchanged()
@@ -499,7 +499,7 @@ class ModuleTrees:
             children = list(fields["_modules"].values())
             if not _PROXY_TYPES.isdisjoint(
                 map(type, children)
-            ):  # which modules they stand for is asked again in each call
+            ):  # which modules they represent is asked again in each call
                 whole, children = False, [*map(_behind_proxy, children)]
             for child in children:
                 if child is None or id(child) in met:

@@ -273,7 +273,7 @@ class Snapshot:
             )
 
     def undo_forward(self, arguments: list[Tensor]) -> None:
-        """Put back what a forward that failed halfway has changed, so that it can be run again from the start."""
+        """Restore what a forward that failed halfway has changed, so that it can be run again from the start."""
         watched = arguments + self._rest
         rng.seek(self.draws)
         for holder in self._call.holders:
@@ -579,7 +579,7 @@ class RestoredState:
             self._ambient.leave()
 
     def _put_back_replaced(self) -> None:
-        """Put back the buffers that copies stood in for; what else the re-run has put there is left to the holders."""
+        """Restore the buffers that copies replaced. Other values that the re-run has set are restored by the holders."""
         for container, key, tensor, copy in self._replaced:
             if isinstance(container, dict) and container.get(key) is copy:
                 container[key] = tensor

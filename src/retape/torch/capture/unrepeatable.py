@@ -1,6 +1,6 @@
 """Iterators that a call advances, and caches that it fills with random numbers: a re-run would read something else.
 
-Neither can be put back. The walk of a call notes the position of each one that it meets; after the call, `used_up` tells which the call
+Neither can be restored. The walk of a call notes the position of each one that it meets; after the call, `used_up` tells which the call
 has moved. Not here: iterators of users' classes, whose fields are restored as those of any object; files, and iterators of C extensions.
 """
 

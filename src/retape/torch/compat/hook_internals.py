@@ -13,7 +13,7 @@ from torch.nn.modules import module as _module
 
 
 def keeps_its_own_books(module: torch.nn.Module) -> bool:
-    """True for PyTorch's wrappers, whose fields follow state outside Python: they must not be put back."""
+    """True for PyTorch's wrappers, whose fields follow state outside Python: they must not be restored."""
     return any(kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
 
 

@@ -221,13 +221,13 @@ _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 
 
 def write_unseen(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write to a tensor without changing its version: for values that are put back before other code reads them."""
+    """Write to a tensor without changing its version: for values that are restored before other code reads them."""
     with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
         tensor.detach().copy_(value)
 
 
 def versions_kept(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Give tensors the versions back, at the end, that they have now: for values that are put back inside."""
+    """Give tensors the versions back, at the end, that they have now: for values that are restored inside."""
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 

@@ -1,4 +1,4 @@
-"""The regions that run in this thread, what runs them, and what user code can ask of them: `keep` and `recomputing`."""
+"""The regions that run in this thread and their runner; `keep` and `recomputing` for user code."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class RegionRequest(NamedTuple):
 
 
 class RegionRunner(Protocol):
-    """Runs regions in place of the engine, in the thread that has entered it: a live budget, or a plan of a whole model."""
+    """Runs regions in place of the engine, in the thread that has entered it: a budget at run time, or a plan of a whole model."""
 
     def run(self, request: RegionRequest) -> Any:
         """Run the call as a region and return its outputs, or return NotImplemented to leave it to the engine."""

@@ -1,4 +1,4 @@
-"""Sources of a region's inputs in a re-run: held by the region, saved by an autograd node, or made again by another region.
+"""Sources of a region's inputs in a re-run: the region, an autograd node, or another region.
 
 Also here: which region made a tensor, and which regions were refilled in which backward pass. Inputs that wait in host memory are in
 `host/offload.py`, those in parts on several ranks in `sharded_inputs.py`.
@@ -56,17 +56,17 @@ class InputSource(Protocol):
 
     @property
     def links(self) -> list[Link]:
-        """The arguments that another region must make again."""
+        """The arguments that another region must recompute."""
 
     def load(self, region: SlotOwner, skip: frozenset[int], made: Made) -> list[Tensor]:
         """Return the arguments. Those in `skip`, of which the region has copies, need not be loaded."""
 
     def hold_again(self, region: SlotOwner, made: Made) -> None:
-        """Hold from now on what has been made again."""
+        """Hold from now on what has been recomputed."""
 
 
 class HeldHere:
-    """Inputs held by the region itself, with links in place of those that another region makes again."""
+    """Inputs held by the region itself, with links in place of those that another region recomputes."""
 
     holds_here = True
 
@@ -115,7 +115,7 @@ class Link:
         self.tape = tape
         self._checksum = checksum
         self._wanted = checksum(tensor) if checksum else None
-        self.value: Tensor | None = None  # made again, and held since
+        self.value: Tensor | None = None  # recomputed, and held since
 
     def load(self, region: SlotOwner, made: Made) -> Tensor:
         """Return what is held, or the maker's output among `made`."""
@@ -124,14 +124,14 @@ class Link:
         return self._checked(region, made[id(self.maker)][self._index])
 
     def hold(self, region: SlotOwner, output: Tensor) -> None:
-        """Hold from now on what the maker has made again."""
+        """Hold from now on what the maker has recomputed."""
         self.value = self._checked(region, output)
 
     def _checked(self, region: SlotOwner, output: Tensor) -> Tensor:
         tensor = output.detach()
         if self._checksum is not None and self._checksum(tensor) != self._wanted:
             raise StateChanged(
-                f"Region {region.name}: its input, made again by region {self.maker.name}, has other values than at first."
+                f"Region {region.name}: its input, recomputed by region {self.maker.name}, has other values than at first."
             )
         return tensor
 

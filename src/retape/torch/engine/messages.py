@@ -1,4 +1,4 @@
-"""Errors of a region, in words: re-runs that differ from the forward, transforms that it refuses, and the op log of `debug=True`.
+"""Messages of a region: re-runs that differ, transforms that it refuses, and the op log of `debug=True`.
 
 Errors of a re-run are also `torch.utils.checkpoint.CheckpointError`, and begin with its words, so that code written for PyTorch's
 own checkpoint catches them.

@@ -111,7 +111,7 @@ class Region:
     # Defaults of fields that few regions set: setting a field is much of what making a region costs.
     rerun = False  # as a run: the region itself is its first one
     reruns = 0
-    refilling = False  # its inputs are being made again
+    refilling = False  # its inputs are being recomputed
     is_running = True  # for the first time
     backward_inside = False  # the function takes gradients itself
     has_diverged = False  # from its recipe
@@ -240,7 +240,7 @@ class Region:
             self._used_up = (
                 None if self._asks else used_up
             )  # it may say that it does something else when it is run again
-        if self.snapshot.touches_data:  # what it puts there it may put back only at its end
+        if self.snapshot.touches_data:  # what it writes there it may restore only at its end
             self.early_stop = False
         self.is_running = False
         if transfers is not None:
@@ -570,7 +570,7 @@ class Region:
         return self._inputs.holds_here
 
     def hold_input(self, made: sources.Made) -> None:
-        """Hold the dropped inputs, which have been made again, so that the next re-run starts here."""
+        """Hold the dropped inputs, which have been recomputed, so that the next re-run starts here."""
         self._inputs.hold_again(self, made)
 
     # --- the function -------------------------------------------------------------------------------------------

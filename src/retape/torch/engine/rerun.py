@@ -1,4 +1,4 @@
-"""One re-run of a region: the state of its forward restored, the missing slots refilled, the stop after the last one.
+"""One re-run of a region: restores the state of the forward, refills missing slots, stops after the last.
 
 Also here: the lock of re-runs, and the collectives of a region in its forward and in a re-run.
 """
@@ -320,9 +320,9 @@ class RegionRerun(RegionRun):
 #
 # Their results are held for the re-run, or they run again and are waited for (Rule 9). Seen are functional collectives, which
 # tensor-parallel modules (DTensor) use: they return new tensors and change none. A region that is re-run in part holds the results of
-# all that come before its last slot, so that its re-run communicates with nobody: whatever one rank then decides alone (another recipe,
+# all that come before its last slot, so that its re-run does not communicate: whatever one rank then decides alone (another recipe,
 # a whole re-run) pairs with no collective of another. A region that is re-run as a whole repeats them, as every rank with the same plan
-# does, and waits for each at once: a re-run stops early, and a collective that nobody waits for keeps its memory.
+# does, and waits for each at once: a re-run stops early, and a collective without a wait keeps its memory.
 
 
 class HeldCollectives:

@@ -1,4 +1,4 @@
-"""Inputs that are equal on all ranks of a group: each rank holds a part of the bytes, and all gather them before a re-run.
+"""Inputs that are equal on all ranks: each holds a part, and all gather them before a re-run.
 
 These are the partitioned activations of Megatron-LM, for the input of a tensor-parallel block. All ranks of the group follow one plan, so
 all of them gather at the same place, before the re-run and outside of its modes (Rule 9). A fit uses this only where it found the inputs

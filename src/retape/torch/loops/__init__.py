@@ -1,4 +1,4 @@
-"""Loops of any length with exact gradients: `scan` and `while_loop`, in the memory of a few snapshots and one block of steps.
+"""Loops with exact gradients in the memory of a few snapshots and one block: `scan` and `while_loop`.
 
 Binomial, mixed, multistage and online schedules of `retape.core.schedules` decide which states are stored and which steps are run
 again. Solving differential equations on top of `while_loop` is in `retape.torch.ode`.

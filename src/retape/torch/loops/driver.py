@@ -1,4 +1,4 @@
-"""The driver of a loop: runs steps as a schedule asks, stores snapshots, and backpropagates; and the loop's one autograd node.
+"""The driver of a loop, which executes a schedule, and the loop's one autograd node.
 
 In the forward every step is taped and its tape dropped (so the kernels are those of plain autograd, and every parameter is found),
 except for the last tape, which waits for the backward pass. The schedules of `core` decide what is stored; continuing from files is

@@ -1,4 +1,4 @@
-"""Continuing a loop after its process was killed: a journal of files in one folder, and what is written to it when.
+"""The journal of a loop in a folder, from which a killed run continues.
 
 In the forward every snapshot is written as it is taken, with the ys since the one before, and the results at the end. In the backward
 pass the gradients so far are written whenever a snapshot of the forward is used up, and every few seconds. A file is complete before

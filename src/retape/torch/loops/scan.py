@@ -1,4 +1,4 @@
-"""`scan` and `while_loop`: loops of any length with exact gradients, in the memory of a few snapshots and one block of steps.
+"""`scan` and `while_loop`: exact gradients of long loops, in the memory of a few snapshots and one block.
 
 Here arguments are checked and the parts of a loop are put together. Steps run in `step.py`, `plan.py` decides what is stored when,
 and `driver.py` runs the plan.
@@ -52,6 +52,8 @@ def scan(
     first y is the first total. `tiers` say where snapshots may be stored (device, host, disk). With `resume` a killed run continues
     from that folder.
     """
+    if reduce is not None and not callable(reduce):
+        raise InvalidInput(f"reduce={reduce!r}; give a function of total and y, such as operator.add, or leave it out.")
     given = Xs(xs)
     steps = _length_of(given, length)
     counts = (_count("snapshots", snapshots), _count("block", block))

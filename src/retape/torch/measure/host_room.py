@@ -1,4 +1,4 @@
-"""Host memory of one fit: its limit, the optimizer states that wait there, what is left for slots and inputs, and a disk for more.
+"""Host memory of one fit: its limit, optimizer states, the rest for slots and inputs, and a disk.
 
 The pool of host memory and the copies are in `engine/host`; what a plan moves is decided in `planning`.
 """

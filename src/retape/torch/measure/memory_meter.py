@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from retape.core.errors import InvalidInput
 from retape.core.record import MemorySample, Record
 from retape.torch.capture.mutation import PLAIN_TENSORS, inner_tensors
 from retape.torch.compat import internals, process_internals
@@ -144,6 +145,10 @@ def measure(step: Callable[[], Any], *, device: torch.device | str | None = None
     `step` and the variables of the functions on the stack refer to at the start, and what the step allocates. The default device
     is CUDA's current one if CUDA is in use, else the CPU.
     """
+    if not callable(step):
+        raise InvalidInput(
+            f"measure() got a {type(step).__name__}; give a function without arguments, such as lambda: step(model, batch).backward()."
+        )
     where = _device_of(device)
     base = present_bytes(where, [step, getattr(step, "__globals__", None)])
     with without_collection(), track_memory(where) as tracker:

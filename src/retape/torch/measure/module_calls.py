@@ -1,4 +1,4 @@
-"""Saved bytes of each call of a module, or of `retape.checkpoint`, in one forward, and regions that are chosen by them.
+"""Saved bytes of each call of a module or of `retape.checkpoint`, and regions chosen by them.
 
 The forward runs under hooks that note what autograd saves and keep nothing, so it needs less memory than a step. From the notes the
 peak of a step follows for any choice of modules as regions: storages that are held until backward, and the tape of the region whose
@@ -35,7 +35,7 @@ Storage = int  # a storage of the forward, by number
 class ModuleCall:
     """One call of a module: storages of its inputs and outputs, and in order what it saved and which calls it made.
 
-    It may also stand for calls of neighbours in a container, or for a call of `retape.checkpoint`, which is always a region.
+    It may also represent calls of neighbours in a container, or for a call of `retape.checkpoint`, which is always a region.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True)
 class CallTree:
-    """The calls of a forward below `root`, which stands for the step, and the bytes of each storage."""
+    """The calls of a forward below `root`, which represents the step, and the bytes of each storage."""
 
     root: ModuleCall
     sizes: list[int]
@@ -254,7 +254,7 @@ def _regions_within(tree: CallTree, limit: int, region_bytes: int, always: Colle
 class _PredictedStep:
     """A step with the outermost modules that are not `divided` as regions: the bytes held at its end, and each region's peak.
 
-    A region's input is not held if the region right before it made it and nothing was saved between: it can be made again.
+    A region's input is not held if the region right before it made it and nothing was saved between: it can be recomputed.
     """
 
     def __init__(self, tree: CallTree, divided: set[str], region_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Calls of a model on a batch, and the loss of its output, for users who give no step of their own."""
+"""The call of a model on a batch and the loss of its output; checks of the arguments of `fit` and `verify`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,44 @@ def refuse_other_arguments(model: nn.Module, batch: Any) -> None:
         inspect.signature(model.forward).bind(*arguments, **keywords)
     except TypeError as error:
         raise InvalidInput(
-            f"The batch does not match {type(model).__name__}.forward: {error}. A dict is passed as keyword arguments, a tuple as "
-            "positional ones, a tensor as the one argument; for anything else give step=lambda model, batch: ..."
+            f"The batch does not match {type(model).__name__}.forward: {error}. A dict is passed as keyword arguments, a tuple or "
+            "list as positional ones, a tensor as the one argument; for anything else give step=lambda model, batch: ..."
         ) from error
     except ValueError:  # a forward without a signature
         return
+
+
+def check_training(model: object, step: object, optimizer: object) -> None:
+    """Raise InvalidInput unless `fit` can train with these: a module, a function or None, an optimizer of the module or None."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"fit() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InvalidInput(f"fit() got a {type(optimizer).__name__} as its optimizer; give one torch.optim.Optimizer.")
+    refuse_step(step, "fit")
+    _refuse_other_weights(model, optimizer)
+
+
+def refuse_step(step: object, caller: str) -> None:
+    """Raise InvalidInput for a step that is neither None nor a function of model and batch."""
+    if step is not None and not callable(step):
+        raise InvalidInput(
+            f"{caller}() got {type(step).__name__} {step!r:.60} as its step; give a function of model and batch that returns the loss."
+        )
+    if type(step).__module__ == nn.MSELoss.__module__:
+        raise InvalidInput(
+            f"{caller}() got the loss {type(step).__name__} as its step. A step calls the model too: "
+            "step=lambda model, batch: loss(model(batch[0]), batch[1])."
+        )
+
+
+def _refuse_other_weights(model: nn.Module, optimizer: Any) -> None:
+    """Raise InvalidInput if none of an optimizer's parameters is in the model: it was made for another one."""
+    given = {id(weight) for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]}
+    if given and given.isdisjoint(id(weight) for weight in model.parameters()):
+        raise InvalidInput(
+            f"None of the {len(given)} parameters of the {type(optimizer).__name__} belongs to the {type(model).__name__}. Make the "
+            "optimizer from the parameters of the model that is fitted."
+        )
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -61,13 +94,13 @@ def scalar_loss(step: StepFunction, model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise InvalidInput(
-            f"The step returned {got}, not a scalar loss. Give step=lambda model, batch: ... that returns one number, "
-            "or put labels into the batch."
+            f"The step returned {got}, not a scalar loss. Give step=lambda model, batch: ... that returns one number and does not call "
+            "backward, or put labels into the batch."
         )
     if not loss.requires_grad:
         remedy = "Check requires_grad of the parameters."
         if not torch.is_grad_enabled():
-            remedy = "Gradients are switched off here: call it outside torch.no_grad()."
+            remedy = "Gradients are switched off here: call it outside torch.no_grad() and torch.inference_mode()."
         raise InvalidInput(f"The loss does not depend on anything that requires gradients. {remedy}")
     return loss
 

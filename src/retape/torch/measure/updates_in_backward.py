@@ -1,6 +1,6 @@
-"""Updates in backward, as a fit sees them: gradients that trial steps free without an update, and the proof that no weight is read later.
+"""Updates in backward during a fit: gradients freed without an update, and the proof that no weight is read later.
 
-The proof runs two steps. In the second the bits of each weight are inverted where training would update it, and put back at the end: if
+The proof runs two steps. In the second the bits of each weight are inverted where training would update it, and restored at the end: if
 anything in the backward pass still reads the weight, by whatever way, later gradients are far from those of the first step: in their
 norms or, where only signs change, in their sums.
 """

@@ -20,7 +20,14 @@ from retape.core.errors import InvalidInput
 from retape.torch.capture.mutation import checksum, equal_bits
 from retape.torch.engine.context import plain_everywhere
 from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
-from retape.torch.measure.step_function import StepFunction, default_step, refuse_lazy, scalar_loss
+from retape.torch.measure.step_function import (
+    StepFunction,
+    default_step,
+    refuse_lazy,
+    refuse_other_arguments,
+    refuse_step,
+    scalar_loss,
+)
 
 _GRADIENT = "gradient of "
 
@@ -61,7 +68,12 @@ class Verification:
 
 def verify(model: nn.Module, batch: Any, *, step: StepFunction | None = None) -> Verification:
     """Compare one step of a managed model with plain autograd; leave the model, its gradients and every stream as they were."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"verify() got a {type(model).__name__} as its model; give a torch.nn.Module.")
+    refuse_step(step, "verify")
     refuse_lazy(model)
+    if step is None:
+        refuse_other_arguments(model, batch)
     with sandboxed(model, batch, step, gradients=InitialGradients.NONE) as sandbox:
 
         def run(context: AbstractContextManager[Any]) -> dict[str, Any]:

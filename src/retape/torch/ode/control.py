@@ -37,18 +37,18 @@ class AdaptiveOptions:
 
     def __post_init__(self) -> None:
         if self.first_step is not None and not 0 < self.first_step < math.inf:
-            raise InvalidInput(f"first_step is {self.first_step}; it is a positive number of time units")
+            raise InvalidInput(f"first_step is {self.first_step}; it is a positive number of time units.")
         if not 0 <= self.min_step <= self.max_step or self.max_step == 0:
             raise InvalidInput(
-                f"min_step is {self.min_step} and max_step {self.max_step}; give 0 <= min_step <= max_step"
+                f"min_step is {self.min_step} and max_step {self.max_step}; give 0 <= min_step <= max_step."
             )
         if not (0 < self.safety <= 1 and 0 < self.dfactor < 1 <= self.ifactor):
             raise InvalidInput(
                 f"safety, dfactor and ifactor are {self.safety}, {self.dfactor} and {self.ifactor}; "
-                "the first is in (0, 1], the second in (0, 1), the last is at least 1"
+                "the first is in (0, 1], the second in (0, 1), the last is at least 1."
             )
         if self.max_num_steps < 1:
-            raise InvalidInput(f"max_num_steps is {self.max_num_steps}; give at least 1")
+            raise InvalidInput(f"max_num_steps is {self.max_num_steps}; give at least 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +61,11 @@ class GridOptions:
 
     def __post_init__(self) -> None:
         if self.step_size is not None and not 0 < self.step_size < math.inf:
-            raise InvalidInput(f"step_size is {self.step_size}; it is a positive number of time units")
+            raise InvalidInput(f"step_size is {self.step_size}; it is a positive number of time units.")
         if self.step_size is not None and self.grid_constructor is not None:
-            raise InvalidInput("Both step_size and grid_constructor are given; a grid comes from one of them")
+            raise InvalidInput("Both step_size and grid_constructor are given; a grid comes from one of them.")
         if self.interp not in ("linear", "cubic"):
-            raise InvalidInput(f"interp is {self.interp!r}; it is 'linear' or 'cubic'")
+            raise InvalidInput(f"interp is {self.interp!r}; it is 'linear' or 'cubic'.")
 
 
 def read_adaptive(options: Mapping[str, Any], method: str) -> AdaptiveOptions:
@@ -91,7 +91,7 @@ def _known(options: Mapping[str, Any], kind: type, method: str) -> Mapping[str, 
     if unknown:
         hint = "; for a jump of f, integrate up to it and start again there" if "jump_t" in unknown else ""
         raise InvalidInput(
-            f"{method} knows no option {', '.join(map(repr, unknown))}; it knows {', '.join([*names, 'block'])}{hint}"
+            f"{method} knows no option {', '.join(map(repr, unknown))}; it knows {', '.join([*names, 'block'])}{hint}."
         )
     return options
 
@@ -136,7 +136,7 @@ class Control:
             if not (math.isfinite(of_state) and math.isfinite(of_slope)):
                 raise IntegrationFailed(
                     f"The first state or f(t, y), over its tolerance, is not finite at t = {float(t):.6g}, so that no step can start; "
-                    "correct y0 or f, or give an atol above 0 where y is 0",
+                    "correct y0 or f, or give an atol above 0 where y is 0.",
                     t=float(t),
                 )
             if self.options.first_step is not None:

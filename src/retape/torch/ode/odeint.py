@@ -156,17 +156,17 @@ def _checked_times(t: Tensor) -> tuple[float, ...]:
     if not isinstance(t, Tensor) or t.dim() != 1 or not t.is_floating_point() or not len(t):
         what = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
         raise InvalidInput(
-            f"t is {what}; give a 1-D floating-point tensor of the times at which y is wanted, y0's first"
+            f"t is {what}; give a 1-D floating-point tensor of the times at which y is wanted, y0's first."
         )
     numbers = tuple(t.tolist())
     spans = [after - before for before, after in pairwise(numbers)]
     if not all(map(math.isfinite, numbers)):
-        raise InvalidInput(f"t holds {next(n for n in numbers if not math.isfinite(n))}; every time must be finite")
+        raise InvalidInput(f"t holds {next(n for n in numbers if not math.isfinite(n))}; every time must be finite.")
     if not (all(span > 0 for span in spans) or all(span < 0 for span in spans)):
         turn = next(i for i, span in enumerate(spans) if span * spans[0] <= 0)
         raise InvalidInput(
             f"t is not strictly increasing or decreasing: t[{turn}] = {numbers[turn]:.6g} is followed by {numbers[turn + 1]:.6g}; "
-            "sort it and drop repeated times"
+            "sort it and drop repeated times."
         )
     return numbers
 
@@ -220,7 +220,7 @@ def _constructed(problem: Ivp, constructor: Callable[..., Tensor]) -> TimeGrid:
     points = constructor(problem.f, problem.y0, problem.times)
     if not isinstance(points, Tensor) or points.dim() != 1 or len(points) < 2:
         raise InvalidInput(
-            "grid_constructor(f, y0, t) returned no 1-D tensor of at least two times; return the ends of all steps, t[0] included"
+            "grid_constructor(f, y0, t) returned no 1-D tensor of at least two times; return the ends of all steps, t[0] included."
         )
     points = points.to(device=problem.y0.device, dtype=torch.float64)
     numbers, direction = tuple(points.tolist()), problem.direction
@@ -228,7 +228,7 @@ def _constructed(problem: Ivp, constructor: Callable[..., Tensor]) -> TimeGrid:
     if (numbers[0], numbers[-1]) != (problem.numbers[0], problem.numbers[-1]) or not ordered:
         raise InvalidInput(
             f"grid_constructor returned {len(numbers)} times from {numbers[0]:.6g} to {numbers[-1]:.6g}; "
-            f"they must run strictly from t[0] = {problem.numbers[0]:.6g} to t[-1] = {problem.numbers[-1]:.6g}"
+            f"they must run strictly from t[0] = {problem.numbers[0]:.6g} to t[-1] = {problem.numbers[-1]:.6g}."
         )
     return TimeGrid(
         steps=len(numbers) - 1,
@@ -353,7 +353,7 @@ class AdaptiveIntegration(Integration):
             wanted = self.problem.numbers[self._next_row]
             raise IntegrationFailed(
                 f"{options.max_num_steps} steps were tried towards t = {wanted:.6g} and reached t = {self._now:.6g}; the next would be of "
-                f"size {self._size:.3g}. Raise max_num_steps, or loosen rtol and atol",
+                f"size {self._size:.3g}. Raise max_num_steps, or loosen rtol and atol.",
                 t=self._now,
                 size=self._size,
                 steps=len(self.sizes),
@@ -393,7 +393,7 @@ class AdaptiveIntegration(Integration):
 
     def _failed(self, size: float, why: str) -> IntegrationFailed:
         return IntegrationFailed(
-            f"The step size fell to {size:.3g} at t = {self._now:.17g}, after {len(self.sizes)} steps: {why}",
+            f"The step size fell to {size:.3g} at t = {self._now:.17g}, after {len(self.sizes)} steps: {why}.",
             t=self._now,
             size=size,
             steps=len(self.sizes),

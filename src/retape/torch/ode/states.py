@@ -1,4 +1,4 @@
-"""States of an equation: a tensor, or a tuple of tensors as one; and the collection of states at the requested times.
+"""States of an equation, tensors or tuples of them, and their collection at the requested times.
 
 A loop of bounded memory keeps no graph of its steps, so a step cannot return a row of the result with its history. The row is stored
 detached, and an identity node joins the step that made it to the state that the step passes on. When backward reaches the result,
@@ -34,15 +34,17 @@ class StateShape:
         parts = y0 if isinstance(y0, tuple) else (y0,)
         if not parts or not all(isinstance(part, Tensor) for part in parts):
             kinds = ", ".join(type(part).__name__ for part in parts)
-            raise InvalidInput(f"y0 is {kinds or 'empty'}; give a tensor or a tuple of tensors")
+            raise InvalidInput(f"y0 is {kinds or 'empty'}; give a tensor or a tuple of tensors.")
         first = parts[0]
         for part in parts:
             if not (part.is_floating_point() or part.is_complex()):
-                raise InvalidInput(f"y0 holds {part.dtype}; a state is floating-point or complex: y0.to(torch.float32)")
+                raise InvalidInput(
+                    f"y0 holds {part.dtype}; a state is floating-point or complex: y0.to(torch.float32)."
+                )
             if part.dtype != first.dtype or part.device != first.device:
                 raise InvalidInput(
                     f"The parts of y0 are {first.dtype} on {first.device} and {part.dtype} on {part.device}; "
-                    "give all of them one dtype and device"
+                    "give all of them one dtype and device."
                 )
         return cls(is_tuple=isinstance(y0, tuple), shapes=tuple(part.shape for part in parts))
 
@@ -70,7 +72,7 @@ class StateShape:
                 self.shapes
             ):
                 raise InvalidInput(
-                    f"f(t, y) returned {_shapes(parts)} for a tuple of {_shapes(self.shapes)}; return one derivative for each state"
+                    f"f(t, y) returned {_shapes(parts)} for a tuple of {_shapes(self.shapes)}; return one derivative for each state."
                 )
             return torch.cat([part.reshape(-1) for part in parts])
 
@@ -92,7 +94,7 @@ def tolerance_like(name: str, value: Any, shape: StateShape, state: Tensor) -> f
     if isinstance(value, tuple | list):
         if not shape.is_tuple or len(value) != len(shape.shapes):
             raise InvalidInput(
-                f"{name} has {len(value)} entries for {len(shape.shapes)} states; give one number, or one for each state of a tuple"
+                f"{name} has {len(value)} entries for {len(shape.shapes)} states; give one number, or one for each state of a tuple."
             )
         parts = [
             torch.as_tensor(v, device=state.device).expand(s.numel()) for v, s in zip(value, shape.shapes, strict=True)
@@ -100,13 +102,13 @@ def tolerance_like(name: str, value: Any, shape: StateShape, state: Tensor) -> f
         value = torch.cat(parts)
     if isinstance(value, Tensor):
         if value.requires_grad:
-            raise InvalidInput(f"{name} requires a gradient; step sizes carry none, so give {name}.detach()")
+            raise InvalidInput(f"{name} requires a gradient; step sizes carry none, so give {name}.detach().")
         tolerance: float | Tensor = value.to(device=state.device, dtype=state.abs().dtype)
         low = float(value.min())
     else:
         tolerance = low = float(value)
     if not low >= 0:
-        raise InvalidInput(f"{name} is {low}; a tolerance is not negative")
+        raise InvalidInput(f"{name} is {low}; a tolerance is not negative.")
     return tolerance
 
 

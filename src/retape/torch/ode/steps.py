@@ -39,12 +39,12 @@ class CheckedSlope:
         slope = self.function(t, y)
         if not isinstance(slope, Tensor):
             raise InvalidInput(
-                f"f(t, y) returned a {type(slope).__name__}; return a tensor like y, or a tuple like a tuple y0"
+                f"f(t, y) returned a {type(slope).__name__}; return a tensor like y, or a tuple like a tuple y0."
             )
         if slope.shape != y.shape or slope.dtype != y.dtype or slope.device != y.device:
             raise InvalidInput(
                 f"f(t, y) returned {_kind(slope)} for a state of {_kind(y)}; a derivative has the shape, dtype and device of its state "
-                "(under autocast: return it `.to(y.dtype)`)"
+                "(under autocast: return it `.to(y.dtype)`)."
             )
         return slope
 

@@ -225,7 +225,9 @@ def attach(
     unless the caller is to be `outside_hooks`. `in_compiled` code may call the module.
     """
     if is_attached(module):
-        raise InvalidInput(f"{type(module).__name__} is managed by a fit already. Call its remove() first.")
+        raise InvalidInput(
+            f"{type(module).__name__} is managed by a fit already, or by retape.adaptive. Call remove() on what that returned first."
+        )
     detach(module)  # what only watches its calls
     if in_compiled or _in_sharded_model(module):
         _replace_class(module, outside_hooks=outside_hooks)
@@ -405,7 +407,7 @@ def take_off(model: nn.Module, regions: dict[str, nn.Module]) -> None:
 
 
 class CheckpointCall(nn.Module):
-    """Stands for a function that the model's code gives to `retape.checkpoint`; `weights` are what a running call reads.
+    """Represents a function that the model's code gives to `retape.checkpoint`; `weights` are what a running call reads.
 
     Functions with one code, and modules of one class, have one class here: their calls may be of one kind.
     """
@@ -455,7 +457,7 @@ class CheckpointCalls:
         self.parts_of, self.call_part = caller.parts_of, caller.call_part
 
     def call_root(self, module: nn.Module, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """Answer the call of the model; a live budget around it answers the calls of `retape.checkpoint` itself."""
+        """Answer the call of the model; a budget at run time around it answers the calls of `retape.checkpoint` itself."""
         if THREAD.runner is not None:
             return self._caller.call_root(module, plain_call, args, keywords)
         THREAD.runner = self

@@ -434,7 +434,7 @@ class _VariantProfile:
         return () if tiling is None else tiling.parts
 
     def _in_tiles(self, region: MeasuredRegion, stage: int, *, may_move: bool) -> list[RegionOption]:
-        """Return the options to run parts in tiles: everything else recomputed, or a little of it held or moved."""
+        """Return the options to run parts in tiles: everything else recomputed, or a few slots of it held or moved."""
         kind, host = self.kind(stage), self._hosts[stage] if may_move else None
         tiling = self._profiled.profile.tilings.get(kind)
         regions = [] if tiling is None else region.in_tiles(tiling.runs)

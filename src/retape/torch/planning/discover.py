@@ -1,4 +1,4 @@
-"""Finds the modules that become regions: the repeated blocks of a model, by structure alone, or those that the user names.
+"""The modules that become regions: repeated blocks of a model, by structure, or those that the user names.
 
 Where these regions do not fit a budget, others are chosen by the bytes of one forward (`measure/module_calls.py`).
 A block is a module with parameters and parts of its own (or a recurrent layer). The outermost blocks are taken: of a mixture of
@@ -127,6 +127,10 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 def _named(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     several = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else (wanted,)
+    if not several:
+        raise InvalidInput(
+            f"regions={wanted!r} names nothing. Give classes, names or modules of the model, or leave it out."
+        )
     chosen: dict[str, nn.Module] = {}
     for one in several:
         chosen.update(_matching(model, one))

@@ -220,7 +220,7 @@ class Executor:
     def _run(self, number: int, choice: Choice, plain_call: Callable[..., Any], args: Any, keywords: Any) -> Any:
         self.regions_run += 1
         inputs = signature(args, keywords)
-        # Under a live budget (`adaptive`) a larger batch needs no warning.
+        # Under a budget at run time (`adaptive`) a larger batch needs no warning.
         if choice.elements and THREAD.runner is None:
             self._warn_of_size(choice, inputs)
         held = self._answers.get(number, ()) if choice.held or choice.moved else ()
@@ -292,7 +292,7 @@ class Executor:
 
     def _policy(self, number: int, choice: Choice, recipe: Recipe | None, proof: Proof | None) -> Policy:
         policy = policy_of(number, choice, recipe, proof, self._disk if choice.on_disk else None)
-        if not choice.sharded_inputs or THREAD.runner is not None:  # under a live budget each rank decides alone
+        if not choice.sharded_inputs or THREAD.runner is not None:  # under a budget at run time each rank decides alone
             return policy
         return replace(policy, sharded_inputs=frozenset(choice.sharded_inputs), replicas=self._replicas)
 
@@ -345,7 +345,7 @@ class GradientSwitch:
     def __init__(
         self, fresh: Executor, accumulating: Executor, root: nn.Module, *, too_small: str | None = None
     ) -> None:
-        # Not the parameters of now: loading weights may replace them.
+        # Not the present parameters: loading weights may replace them.
         self._fresh, self._accumulating, self._root = fresh, accumulating, weakref.ref(root)
         self._running, self._too_small = fresh, too_small
 

@@ -1,4 +1,4 @@
-"""FitInstruments of planning: clocks of marks in a step, of ops, of the engine itself, and of two plans in turns.
+"""Clocks of planning: for marks in a step, for ops, for the engine, and for two alternating plans.
 
 `FitInstruments` are the clocks and meters that a fit measures with; tests hand in others. Memory is tracked by
 `retape.torch.measure.memory_meter`. Plans are chosen in `plan_search.py`.
@@ -160,7 +160,7 @@ def _overheads_on_cpu(ops: int = 100, rounds: int = 12) -> Overheads:
         region = Region(capture_call(chain, (value,), {}), policy=DROP)
         region.run(chain, (value,), {})
         select = Policy(held=half, recipe=plan_recipe(region.trace(), half), proof=Proof(ProofState.TRIAL))
-        # In turns, so that all of them find the machine equally warm.
+        # Alternately, so that all of them run on an equally warm machine.
         runs = [[_timed_chain(chain, policy) for policy in (None, HOLD, DROP, select)] for _ in range(rounds)]
     plain, held, dropped, answered = (
         _Seconds(*map(min, zip(*column, strict=True))) for column in zip(*runs, strict=True)
@@ -272,14 +272,14 @@ def timed_steps_for(calls: int, kinds: int, tuning: PlanningTuning) -> int:
 
 
 def turns_within(seconds: float, tuning: PlanningTuning, ranks: Ranks = ALONE) -> int:
-    """Return how often two plans with steps of this length are run in turns; 0 if there is no time for enough turns."""
+    """Return how often two plans with steps of this length run alternately; 0 if time allows too few runs."""
     milliseconds = max(1, ranks.largest(int(1e3 * seconds)))
     turns = min(tuning.most_turns, int(tuning.compared_seconds * 1e3) // (2 * milliseconds))
     return turns if turns >= tuning.fewest_turns else 0
 
 
 def in_turns(runs: Sequence[Callable[[], float]], turns: int) -> list[list[float]]:
-    """Return the seconds of each run, taken in turns: what disturbs one disturbs the next."""
+    """Return the seconds of each run. Plans run alternately, so that what disturbs one disturbs the next."""
     taken = [[run() for run in runs] for _ in range(turns)]
     return [list(column) for column in zip(*taken, strict=True)]
 

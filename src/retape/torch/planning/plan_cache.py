@@ -175,7 +175,7 @@ def _is_fused_again(trials: StepTrials, record: FitRecord) -> bool:
 
 
 class _Check:
-    """Runs steps of a saved plan and compares their peaks with the budget of then and of now."""
+    """Runs steps of a saved plan and compares their peaks with its budget and with the present one."""
 
     def __init__(self, trials: StepTrials, record: FitRecord, regions: Mapping[str, nn.Module], budget: Budget) -> None:
         self._trials, self._regions = trials, regions

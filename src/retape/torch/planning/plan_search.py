@@ -529,7 +529,10 @@ class _SetupSearch:
         return best
 
     def _faster(self, plainer: Problems, found: Candidates, best: Candidate) -> Candidate:
-        """Return the best plan of plainer problems if it is faster in turns; with long steps only if this one is late."""
+        """Return the best plan of plainer problems if it is faster when both run alternately.
+
+        With long steps it is tried only if this plan is slower than predicted.
+        """
         promised, measured = best.promised_seconds, best.seconds
         hidden = any(map(overlaps_host_work, self._trials.devices))
         late = hidden and self._ranks.decided_by_first(lambda: measured > self._tuning.late_share * promised)

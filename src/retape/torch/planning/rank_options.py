@@ -1,4 +1,4 @@
-"""Options of a region that exist with several ranks alone: a part of its input on each rank, and weights that stay gathered.
+"""Options of a region that need several ranks: inputs held in parts, and weights that stay gathered.
 
 Both change another option of the region, with what was measured of the ranks: `EqualInputs` and `GatheredWeights`.
 """

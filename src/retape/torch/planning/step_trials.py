@@ -88,7 +88,7 @@ class StepTrials:
         variants: VariantCache = VARIANTS,
         tuning: PlanningTuning = TUNING,
     ) -> None:
-        """With `slices` the profile also finds out which parts of regions can run in tiles; with `moves_states` those of the optimizer
+        """With `slices` the profile also finds parts that can run in tiles; with `moves_states` the optimizer's states
         wait on the host from now on, until `host_room.remove`. With `steps_in_backward` steps free gradients as `updates` in backward do.
         With `profile_batches`, two shorter batches are profiled instead.
 

@@ -77,17 +77,17 @@ class PlanningTuning:
     probed_rows: int = 32  # rows on which a part is asked whether it treats rows independently
 
     # --- search ---
-    most_corrections: int = 4  # plans that are measured, each with what the last one taught
+    most_corrections: int = 4  # plans that are measured, each corrected by the measurement of the last
     floor_tolerance: float = (
         0.02  # by which a predicted floor may be wrong: below it by less, the floor plan is measured
     )
-    peak_tolerance: float = 0.02  # of the peak: a prediction that is off by more is made again
+    peak_tolerance: float = 0.02  # of the peak: a prediction that is off by more is corrected
     long_step_peak_tolerance: float = 0.05  # the same where a step is long, and each measurement costs one
     out_of_memory_parts: int = 20  # after running out of memory the next plan takes 1/20 less
     min_gain: float = 0.995  # of the best plan's seconds: one that promises no less is not measured
 
     # --- comparing two plans by the clock ---
-    compared_seconds: float = 3.5  # spent on running two plans in turns
+    compared_seconds: float = 3.5  # spent on running two plans alternately
     fewest_turns: int = 4  # fewer do not tell a difference from noise
     most_turns: int = 6
     late_share: float = 1.04  # times the promised seconds: a plan that takes longer leaves something out of its figures

@@ -3,7 +3,7 @@
 The first slice is run again with all rows replaced by copies of its first, and by copies of its last: that row must come out as
 before, to rounding. Copies are rows that the function has seen, so it cannot reject them. Then half of the rows are run alone, which
 shows functions that depend on a row's position or on the number of rows. Nothing outside changes: random streams and buffers are
-those of the first run, and are put back.
+those of the first run, and are restored.
 
 Everything that a function depends on is read before each call (`Reading`); a reading with which the function has passed the check
 needs no other one. The walk itself is in `capture/settings.py`.

@@ -38,7 +38,7 @@ def tile(fn: Callable[..., Any], *rows: Any, tiles: int, dim: int = 0) -> Any:
     """Call `fn(*rows)` in `tiles` slices along `dim`, so that what autograd saves in it is never whole in memory.
 
     `fn` must treat rows independently, which is checked on first use and whenever something that it depends on has changed. It may
-    return a tensor or containers of tensors, each with the rows along `dim`. Rows that are no tensors are handed on as they are.
+    return a tensor or containers of tensors, each with the rows along `dim`. Numbers, strings and None are passed on unchanged.
     """
     return call_in_tiles(fn, rows, tiles=tiles, dim=dim, may_draw=True)
 
@@ -60,18 +60,21 @@ def call_in_tiles(fn: Callable[..., Any], rows: tuple[Any, ...], *, tiles: int, 
 def _slicing(fn: Callable[..., Any], rows: tuple[Any, ...], tiles: int, dim: int) -> Slicing:
     if type(tiles) is not int or tiles < 1:
         raise InvalidInput(f"tiles={tiles!r}; give a whole number >= 1.")
+    if not callable(fn):
+        raise InvalidInput(f"tile() got a {type(fn).__name__} as its function; give the function first, then its rows.")
     lengths: dict[int, int] = {}
     for index, row in enumerate(rows):
         if isinstance(row, Tensor):
             if not -row.dim() <= dim < row.dim():
                 raise InvalidInput(
-                    f"Rows {index} of {name_of(fn)} have shape {tuple(row.shape)}, and no dim={dim} to slice along."
+                    f"Argument {index} of {name_of(fn)} has shape {tuple(row.shape)}, and no dim={dim} to slice along. Give a dim that "
+                    "every sliced tensor has."
                 )
             lengths[index] = row.shape[dim]
         elif not isinstance(row, _PLAIN_VALUES):
             raise InvalidInput(
-                f"Rows {index} of {name_of(fn)} are a {type(row).__name__}; give tensors, each as an argument of its own (numbers, "
-                "strings and None are handed on as they are). What is no row belongs into the function's closure."
+                f"Argument {index} of {name_of(fn)} is a {type(row).__name__}; give tensors, each as an argument of its own (numbers, "
+                "strings and None are passed on unchanged). Other values belong into the function's closure."
             )
     if not lengths:
         raise InvalidInput(f"{name_of(fn)} was given no tensor to slice; give one with the rows along dim={dim}.")

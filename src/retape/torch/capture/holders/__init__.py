@@ -1,4 +1,4 @@
-"""Containers, names and tensors that a region reads, with what they held when it first ran, to be put back for a re-run.
+"""Containers, names and tensors that a region reads, with their first values, restored for a re-run.
 
 Start from `values.saved_item`, `containers.DictHolder`, `places.PlaceHolder` and `tensor_attributes.attributes_of`.
 """

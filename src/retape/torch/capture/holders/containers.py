@@ -1,8 +1,8 @@
-"""Containers that a region can reach (a module's fields, a list in a closure), and what they held when it first ran.
+"""Containers that a region can reach (fields of modules, lists in closures), with their contents at its first run.
 
 A re-run sees the contents of the first run; afterwards the contents are those of before the re-run, whatever it put there. Objects are
-put back by identity, plain values too; of PyTorch's own objects and of objects of C types nothing is held (`LEFT`). Each class here has
-`enter` (restore the contents of the first run) and `leave` (put back those found by `enter`). `SWAPS` notes the containers in which
+restored by identity, plain values too; of PyTorch's own objects and of objects of C types nothing is held (`LEFT`). Each class here has
+`enter` (restore the contents of the first run) and `leave` (restore those found by `enter`). `SWAPS` notes the containers in which
 re-runs have replaced tensors, so that a forward in another thread is not trusted.
 """
 

@@ -1,4 +1,4 @@
-"""Attributes that users set on tensors (`weight.calls = 0`), which a re-run sees as its forward did, and hooks, which it must not add.
+"""Attributes that users set on tensors (`weight.calls = 0`), restored for a re-run, and hooks, which it must not add.
 
 Of attributes only those with public names, on plain tensors: private names belong to PyTorch and other libraries (FSDP, compilers,
 Transformers), and a subclass knows what becomes of its own. Almost no tensor has any, which one look at all of them tells.
@@ -75,7 +75,7 @@ class RestoredAttributes:
         put_attributes(tensor, wanted)
 
     def leave(self) -> None:
-        """Put back the attributes that were there."""
+        """Restore the attributes that were there."""
         for tensor, found in self._found.values():
             put_attributes(tensor, found)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 ATOMS = frozenset(
     {type(None), int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice, range, type(...)}
 )
-# Other immutable values, most of C types: they too are put back where another one has been bound, and sets of them are held.
+# Other immutable values, most of C types: they too are restored where another one has been bound, and sets of them are held.
 PLAIN_TYPES = frozenset(
     {
         *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc),
@@ -38,7 +38,7 @@ PLAIN_TYPES = frozenset(
 )
 _PLAIN_CLASSES = (numbers.Number, enum.Enum, np.dtype, type, *PLAIN_TYPES)
 ABSENT = object()  # in place of a name that has no value
-LEFT = object()  # in place of an object that is not held and not put back
+LEFT = object()  # in place of an object that is not held and not restored
 
 
 def tracked(tensor: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def is_value_of_torch(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_restored(kind: type) -> bool:
-    """True if a field that holds an object of this class is put back where another object has been bound to it.
+    """True if a field that holds an object of this class is restored where another object has been bound to it.
 
     These are plain values, and modules, containers, callables and objects of users' classes, whose tensors a call holds anyway.
     """

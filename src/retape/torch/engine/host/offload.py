@@ -175,7 +175,7 @@ class HostCopy:
         return True
 
     def start_return(self, *, wait: bool = False) -> None:
-        """Start to copy it back, if it is not on the device. From a disk it comes to host memory first; `wait` waits for that."""
+        """Start to copy it back, if it is not on the device. From a disk it is read into host memory first; `wait` waits for that."""
         with self._lock:
             if self._source is not None or self._returned is not None or not self._is_in_host_memory(wait=wait):
                 return

@@ -61,7 +61,7 @@ class SpillFile:
         return self._written is not None and self._written.done()
 
     def wait(self) -> None:
-        """Wait until it is written; raise what went wrong, unless nobody needs it any more."""
+        """Wait until it is written; raise what went wrong, unless it is not needed any more."""
         error = self._failure()
         if error is not None and not self._discarded:
             raise error
@@ -268,7 +268,7 @@ def remove_left_overs(root: Path) -> list[Path]:
 
 
 def _is_left_over(folder: Path) -> bool:
-    """True if nobody has the lock of a folder: its process holds it while it lives."""
+    """True if no process has the lock of a folder: its owner holds it while it lives."""
     if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.getuid():
         return False
     try:

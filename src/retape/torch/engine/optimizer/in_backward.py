@@ -43,9 +43,9 @@ def refuse_in_backward(optimizer: Optimizer) -> None:
 
 
 class CompleteGradients:
-    """Hands over parameters in buckets, once their gradients are complete and no live region reads them.
+    """Passes on parameters in buckets, once their gradients are complete and no live region reads them.
 
-    A bucket has weights of at least `bucket_bytes` together; `take_rest` returns those that were not handed over.
+    A bucket has weights of at least `bucket_bytes` together; `take_rest` returns those that were not passed on.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CompleteGradients:
         self._forget_all()
 
     def take_rest(self) -> list[Tensor]:
-        """Return all parameters whose gradients were not handed over, whoever reads them: backward is over."""
+        """Return all parameters that were not passed on, even if a region reads them: backward is over."""
         rest = [parameter for parameter in self._complete.values() if parameter.grad is not None]
         self._forget_all()
         return rest

@@ -1,4 +1,4 @@
-"""Profiles of a step: bytes and seconds of each region, measured in a session, or derived from those of two shorter batches.
+"""Profiles of a step: bytes and seconds of each region, measured or extrapolated from two shorter batches.
 
 Steps are run by `step_trials.py`. Start from `step_profiles.StepProfiles`, `session.ProfileSession`, `intervals.Profiled` and
 `other_lengths.extrapolated`.

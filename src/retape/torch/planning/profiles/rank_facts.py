@@ -54,7 +54,7 @@ class InputComparison:
 
     def __init__(self, ranks: Ranks, replicas: Any, *, clock: Clock, runs: int) -> None:
         self._ranks, self._replicas, self._clock, self._runs = ranks, replicas, clock, runs
-        self._seconds: dict[int, tuple[float, float]] = {}  # to divide and to gather so many bytes
+        self._seconds: dict[int, tuple[float, float]] = {}  # to divide and to gather, by the number of bytes
         self._readers: dict[int, tuple[StorageWeakRef, int]] = {}  # the last region that read each storage
 
     def begin_step(self) -> None:
