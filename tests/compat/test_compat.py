@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retape.torch.capture.holders.tensor_attributes import NO_HOOKS, hook_counts
 from retape.torch.capture.mutation import version_of
 from retape.torch.compat import compiler_internals, device_allocator, hook_internals, internals, process_internals
 from support.forked import run_script
@@ -1224,7 +1225,7 @@ def test_on_gradient():
     assert torch.equal(seen[0], torch.ones(2))
     leaf = torch.zeros(4, requires_grad=True)
     hook_internals.on_gradient(leaf, seen.append)
-    assert not leaf._backward_hooks
+    assert hook_counts([leaf]) == [NO_HOOKS]
 
 
 def test_has_backward_hooks():
