@@ -642,5 +642,5 @@ def whose_call(method: types.MethodType) -> Any:
     return owner if all(isinstance(value, _BEHIND_EVERY_CALL) for value in behind) else method
 
 
-_MODULE_CALLS = (compiler_internals.plain_call, nn.Module.__call__)
+_MODULE_CALLS = (compiler_internals.call_impl, compiler_internals.plain_call, nn.Module.__call__)
 _BEHIND_EVERY_CALL = (type, logging.Logger)  # the class itself, for `super()`, and loggers

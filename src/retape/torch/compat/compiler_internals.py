@@ -37,7 +37,8 @@ class AnsweredCall:
 
     def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
         module: Any = self._module()
-        return self._answer(module, MethodType(plain_call, module), arguments, keywords)
+        plain = module._call_impl if self.compiled is None else MethodType(plain_call, module)
+        return self._answer(module, plain, arguments, keywords)
 
 
 def answer_calls(module: nn.Module, answer: _Answer) -> None:

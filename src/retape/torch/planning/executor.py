@@ -107,6 +107,7 @@ class Executor:
         self._traces: OrderedDict[tuple[Any, Any], RegionTrace] = (
             OrderedDict()
         )  # by kind, of shapes that the profile does not have
+        self._has_modules = not all(choice.is_checkpoint_call for choice in assignment.choices)
         self._root_call = -1
         self._counts: dict[str, int] = {}
         self._warned: set[str] = set()
@@ -143,7 +144,7 @@ class Executor:
             self._counts.clear()
         LIBRARIES.begin_forward(args, keywords)
         outputs = plain_call(*args, **keywords)
-        if not self._counts and self._choices and torch.is_grad_enabled() and not managed_elsewhere():
+        if self._has_modules and not self._counts and torch.is_grad_enabled() and not managed_elsewhere():
             self._warn_once(
                 "unused",
                 f"A forward of {original_class(type(module)).__name__} called no region of its plan, as when a part of it is compiled or "
