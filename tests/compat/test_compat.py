@@ -327,6 +327,15 @@ def test_answer_calls():
     assert module(3) == 4
 
 
+def test_copies_of_the_wrapper_of_a_compiled_module_are_plain():
+    module = torch.compile(torch.nn.Identity(), backend="eager")
+    compiler_internals.answer_calls(module, asked)
+    assert module(3) == 4
+    for made in (copy.deepcopy(module), copy.copy(module)):
+        assert made(3) == 3
+    assert pickle.loads(pickle.dumps(compiler_internals.answer_in(vars(module)))) is None
+
+
 def test_leave_calls():
     module = torch.nn.Identity()
     compiler_internals.leave_calls(module)

@@ -40,6 +40,10 @@ class AnsweredCall:
         plain = module._call_impl if self.compiled is None else MethodType(plain_call, module)
         return self._answer(module, plain, arguments, keywords)
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a module that do not leave the field out, as those of torch.compile's wrapper, have None there."""
+        return type(None), ()
+
 
 def answer_calls(module: nn.Module, answer: _Answer) -> None:
     """Let `answer` be asked when a module is called, outside the module's hooks."""
