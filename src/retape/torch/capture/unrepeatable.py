@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-_MODULES = frozenset({"builtins", "itertools", "_collections"})
+_MODULES = frozenset({"builtins", "itertools", "_collections", "collections"})  # where a deque's is differs by release
 _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE: by `exec`, which claims to be built in
 CACHED = type(functools.lru_cache(lambda: None))
 # Iterators whose position only their `__reduce__` tells.
