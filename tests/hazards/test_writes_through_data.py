@@ -1,5 +1,7 @@
 """Regions that write to tensors through `.data`, which leaves their versions as they are."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -132,8 +134,65 @@ class Flattened(FirstLater):
         return self.linear(a).tanh()
 
 
+def logged(function):
+    """A decorator: all functions that it returns have one code, and differ in what they close over."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+class Momentum(nn.Module):
+    """A query encoder, and a key encoder that follows it through `.data`, each in methods under one decorator."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("queue", torch.ones(4, 4))
+
+    def forward(self, a):
+        self.follow()
+        key = self.key(a).detach()
+        y = (self.query(a) * key).sin() + self.queue.clone()
+        self.enqueue(key)
+        return y
+
+
+class WithoutGrad(Momentum):
+    @torch.no_grad()
+    def enqueue(self, key):
+        self.queue.copy_(key)
+
+    @torch.no_grad()
+    def follow(self):
+        self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+
+
+class Logged(Momentum):
+    @logged
+    def enqueue(self, key):
+        self.queue.copy_(key)
+
+    @logged
+    def follow(self):
+        self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+
+
+class OwnPrecision(Momentum):
+    @torch.autocast("cpu", enabled=False)
+    def enqueue(self, key):
+        self.queue.copy_(key)
+
+    @torch.autocast("cpu", enabled=False)
+    def follow(self):
+        self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+
+
+DECORATED = [WithoutGrad, Logged, OwnPrecision]
 LATE = [FirstLater, LargeBuffer, ViewOfBuffer, OneOfMany, Flattened]
-KINDS = [Decayed, Binarised, Scaled, AfterAWhile, *LATE]
+KINDS = [Decayed, Binarised, Scaled, AfterAWhile, *DECORATED, *LATE]
 
 
 @every_way

@@ -46,7 +46,6 @@ from retape.torch.capture.functions import (
     names_with_stored,
     places_of_function,
     places_of_object,
-    rebinds_closure,
     with_own_variables,
 )
 from retape.torch.capture.holders.containers import (
@@ -77,6 +76,7 @@ from retape.torch.capture.module_tree import HELD, TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
 from retape.torch.capture.unrepeatable import CACHED, WatchedCache, WatchedIterator, is_iterator, may_draw
 from retape.torch.compat import fsdp_internals, process_internals
+from retape.torch.compat.bytecode import rebinds_closure
 
 _LOG = logging.getLogger("retape")
 _IMPORTED = sys.modules

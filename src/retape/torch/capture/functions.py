@@ -1,7 +1,7 @@
 """Functions that a call runs: the names in their code, which are a library's, what they keep from call to call, retape's callables.
 
-Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. Each code object
-is read once.
+Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. What one code
+object says is read by `compat.bytecode`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import builtins
 import datetime
-import dis
 import enum
 import numbers
 import random
@@ -21,9 +20,7 @@ import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache, partial
-from importlib.util import resolve_name
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +28,16 @@ from torch import Tensor, nn
 
 from retape.torch.capture.holders.values import ABSENT, ATOMS, content_of, is_value_of_torch
 from retape.torch.capture.unrepeatable import CACHED, is_iterator
+from retape.torch.compat.bytecode import (
+    attributes_bound_in,
+    attributes_stored_in,
+    globals_in,
+    globals_with_attributes_stored_in,
+    imported_in,
+    names_in,
+)
+
+T = TypeVar("T")
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
 # Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
@@ -74,8 +81,9 @@ class Names(NamedTuple):
 
 
 def names_with_stored(function: types.FunctionType) -> Names:
-    """Return the names in a function and in those that it calls, and the attributes that the function itself binds."""
-    return Names(names_of_function(function), _attributes_bound_in(function.__code__))
+    """Return the names in a function and in those that it calls, and the attributes that it binds itself, also under decorators."""
+    inner = [attributes_bound_in(each.__code__) for each in (function, *_closed_over(function))]
+    return Names(names_of_function(function), frozenset().union(*inner))
 
 
 @lru_cache(maxsize=4096)
@@ -88,17 +96,10 @@ def names_with_methods(kind: type, names: Names) -> Names:
             done.add(name)
             for function in [_behind(space[name]) for space in bases if name in space]:
                 if type(function) is types.FunctionType:
-                    read |= names_of_function(function)
-                    stored |= _attributes_bound_in(function.__code__)
+                    found = names_with_stored(function)
+                    read |= found.read
+                    stored |= found.stored
     return Names(frozenset(read), frozenset(stored))
-
-
-@lru_cache(maxsize=4096)
-def _attributes_bound_in(code: types.CodeType) -> frozenset[str]:
-    """Return the attributes that code binds or deletes, with those of functions that are made in it."""
-    bound = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_ATTR", "DELETE_ATTR")}
-    inner = [_attributes_bound_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(bound).union(*inner)
 
 
 def code_and_roots(called: Any) -> tuple[types.FunctionType | None, tuple[Any, ...]]:
@@ -114,28 +115,35 @@ def code_and_roots(called: Any) -> tuple[types.FunctionType | None, tuple[Any, .
     return (run if type(run) is types.FunctionType else None), (called,)
 
 
-class _NamesByCode:
-    """Names found before, by the id of the code object, which is kept so that no other object gets its id."""
+def _by_code(find: Callable[[types.FunctionType], T]) -> Callable[[types.FunctionType], T]:
+    """Remember what is found by the code, the globals and the package of a function: for all functions that a loop makes, but not for
+    all under one decorator, which have their code in common and differ in their closures. `find` does not look at the root's closure.
+    """
+    known: dict[tuple[int, int, str], tuple[Any, Any, T]] = {}  # with both objects, so that no others get their ids
 
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[types.CodeType, frozenset[str]]] = {}
+    def found_of(function: types.FunctionType) -> T:
+        code, space = function.__code__, function.__globals__
+        key = (id(code), id(space), function.__module__)
+        entry = known.get(key)
+        if entry is None:
+            entry = known[key] = (code, space, find(function))
+        return entry[2]
 
-    def of(self, function: types.FunctionType) -> frozenset[str]:
-        """Return the names in a function, and in those that it calls through its globals or closure; not inside PyTorch."""
-        code = function.__code__
-        known = self._found.get(id(code))
-        if known is None:
-            known = self._found[id(code)] = (code, _names(function))
-        return known[1]
-
-
-names_of_function = _NamesByCode().of
+    return found_of
 
 
-def _names(function: types.FunctionType) -> frozenset[str]:
+def names_of_function(function: types.FunctionType) -> frozenset[str]:
+    """Return the names in a function, and in those that it calls through its globals or closure; not inside PyTorch."""
+    names = _names_but_of_closure(function)
+    closed_over = _closed_over(function) if function.__closure__ else None
+    return names.union(*map(_names_but_of_closure, closed_over)) if closed_over else names
+
+
+@_by_code
+def _names_but_of_closure(root: types.FunctionType) -> frozenset[str]:
     seen: set[int] = set()
     found: set[str] = set()
-    pending = [function]
+    pending = [root]
     while pending:
         each = pending.pop()
         # Not by the code, which all functions under one decorator share.
@@ -143,98 +151,27 @@ def _names(function: types.FunctionType) -> frozenset[str]:
             continue
         seen.add(id(each))
         found |= names_in(each.__code__)
-        pending += _called(each)
+        pending += _named_functions(each)
+        if each is not root:
+            pending += _closed_over(each)
     return frozenset(found)
 
 
-@lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the globals and attributes that code names, with those of functions that are made in it."""
-    inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
-
-def _called(function: types.FunctionType) -> list[types.FunctionType]:
-    names = function.__globals__
-    found = [names[name] for name in function.__code__.co_names if name in names]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a variable that has no value yet
-            continue
+def _named_functions(function: types.FunctionType) -> list[types.FunctionType]:
+    """Return the functions among the globals that a function names."""
+    space = function.__globals__
+    found = [space[name] for name in names_in(function.__code__) & space.keys()]
     return [value for value in found if type(value) is types.FunctionType]
 
 
-@lru_cache(maxsize=4096)
-def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code reads or assigns as globals, with those of functions that are made in it."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_OPS}
-    return frozenset(found).union(*[globals_in(item) for item in code.co_consts if isinstance(item, types.CodeType)])
-
-
-_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"})
-
-
-@lru_cache(maxsize=4096)
-def attributes_stored_in(code: types.CodeType) -> frozenset[str]:
-    """Return the attributes that code assigns, other than through `self`, with those of functions that are made in it."""
-    found, before = set(), None
-    for each in dis.get_instructions(code):
-        if each.opname == "STORE_ATTR" and not _loads_self(before):
-            found.add(each.argval)
-        before = each
-    inner = [attributes_stored_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(found).union(*inner)
-
-
-def imported_in(code: types.CodeType, package: str) -> list[types.ModuleType]:
-    """Return the modules that code imports when it runs, as far as they are loaded."""
-    names = [_absolute(name, level, package) for name, level in _imports_in(code)]
-    return [module for module in map(sys.modules.get, names) if isinstance(module, types.ModuleType)]
-
-
-def _absolute(name: str, level: int, package: str) -> str:
-    """Return the full name of an imported module; an empty one if the import would fail."""
-    try:
-        return resolve_name("." * level + name, package) if level else name
-    except ImportError:  # beyond the top package, or outside of one: the code may expect that
-        return ""
-
-
-@lru_cache(maxsize=4096)
-def _imports_in(code: types.CodeType) -> tuple[tuple[str, int], ...]:
-    """Return the names of the modules that code imports and their levels (1 for `from .name import ...`)."""
-    # The level and the names are constants just before, with prefixes of long arguments between them.
-    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
-    found = [
-        (each.argval, instructions[number - 2].argval)
-        for number, each in enumerate(instructions)
-        if each.opname == "IMPORT_NAME"
-    ]
-    inner = [_imports_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return (*found, *chain.from_iterable(inner))
-
-
-@lru_cache(maxsize=4096)
-def globals_with_attributes_stored_in(code: types.CodeType) -> frozenset[str]:
-    """Return the globals on which code assigns an attribute, as in `helper.calls += 1`, with those of functions made in it."""
-    found, before = set(), None
-    for each in dis.get_instructions(code):
-        if each.opname in _STORES_ON and before is not None and before.opname == "LOAD_GLOBAL":
-            found.add(before.argval)
-        before = each
-    inner = [globals_with_attributes_stored_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(found).union(*inner)
-
-
-_STORES_ON = frozenset({"STORE_ATTR", "COPY", "DUP_TOP"})  # the latter two begin `+=`
-
-
-def _loads_self(instruction: dis.Instruction | None) -> bool:
-    if instruction is None or "LOAD_FAST" not in instruction.opname:
-        return False
-    name = instruction.argval  # two names where one instruction loads two variables
-    return bool(name == "self" or (isinstance(name, tuple) and name[-1] == "self"))
+def _closed_over(function: types.FunctionType) -> list[types.FunctionType]:
+    """Return the functions in the closure of a function, and in theirs."""
+    found = [function]
+    for each in found:
+        for value in map(content_of, each.__closure__ or ()):
+            if type(value) is types.FunctionType and not any(value is other for other in found):
+                found.append(value)
+    return found[1:]
 
 
 # --- libraries --------------------------------------------------------------------------------------------------------
@@ -348,22 +285,10 @@ def places_of_classes(kinds: frozenset[type]) -> tuple[Place, ...]:
     return _Places((), kinds).found()
 
 
-class _PlacesByCode:
-    """Places found before, by the id of the code object, which is kept so that no other object gets its id."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[types.CodeType, tuple[Place, ...]]] = {}
-
-    def of(self, function: types.FunctionType) -> tuple[Place, ...]:
-        """Return its globals, and the globals and class attributes that it may read through others."""
-        code = function.__code__
-        known = self._found.get(id(code))
-        if known is None:
-            known = self._found[id(code)] = (code, _Places((function,), ()).found())
-        return known[1]
-
-
-places_of_function = _PlacesByCode().of
+@_by_code
+def places_of_function(function: types.FunctionType) -> tuple[Place, ...]:
+    """Return its globals, and the globals and class attributes that it may read through others."""
+    return _Places((function,), ()).found()
 
 
 class _Places:
@@ -433,7 +358,7 @@ class _Places:
         for module in imported_in(code, str(space.get("__package__") or "")):
             self._meet({}, None, "", module)
         if not is_root:
-            self._pending += _called(function)
+            self._pending += [*_named_functions(function), *_closed_over(function)]
             self._enter_defaults(function)
 
     def _enter_defaults(self, function: types.FunctionType) -> None:
@@ -571,15 +496,6 @@ def with_own_variables(
             is_function = type(content) is types.FunctionType
             cells[id(cell)].cell_contents = with_own_variables(content, twins, cells) if is_function else content
     return twin
-
-
-@lru_cache(maxsize=4096)
-def rebinds_closure(code: types.CodeType) -> bool:
-    """True if code, or a function that is made in it, binds a variable of the function around it (`nonlocal`)."""
-    bound = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    if not bound.isdisjoint(code.co_freevars):
-        return True
-    return any(rebinds_closure(item) for item in code.co_consts if isinstance(item, types.CodeType))
 
 
 # --- callables of retape's own ----------------------------------------------------------------------------------------
