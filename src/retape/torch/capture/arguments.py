@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -79,6 +80,7 @@ class ArgumentTemplates:
         "_tuples",
         "has_containers",
         "keywords",
+        "kinds",
         "only_tensors",
         "positional",
     )
@@ -97,6 +99,8 @@ class ArgumentTemplates:
         if keywords:
             self.keywords = {key: self._template(value, tensors, others) for key, value in keywords.items()}
             self._plain = self._plain and _holds_no_container(self.keywords.values())
+        # The classes of the containers and tuples among them.
+        self.kinds = frozenset(map(type, chain(self._containers.values(), self._tuples or ())))
         self._tuples = None
         self.has_containers = bool(self._containers)  # that can change, at any depth
 

@@ -33,25 +33,22 @@ from retape.torch.capture.functions import (
     Place,
     behind_descriptor,
     behind_function,
-    code_and_roots,
     fields_are_restored,
     has_state_in_closure,
     is_generator,
     is_library,
     is_shared_by_threads,
-    may_decide,
     may_write_unseen,
+    names_in_methods,
     names_of_function,
-    names_with_methods,
-    names_with_stored,
-    places_of_function,
+    of_library,
     places_of_object,
+    reached_from,
     with_own_variables,
 )
 from retape.torch.capture.holders.containers import (
     ArrayHolder,
     DictHolder,
-    ItemsHolder,
     ListHolder,
     PlainObjects,
     PlainObjectsHolder,
@@ -61,18 +58,18 @@ from retape.torch.capture.holders.containers import (
     held_ids,
     slots_of,
 )
-from retape.torch.capture.holders.places import CellHolder, CellItem, PlaceHolder, values_at
+from retape.torch.capture.holders.places import CellHolder, PlaceHolder, values_at
 from retape.torch.capture.holders.values import (
     ABSENT,
     ATOMS,
     WEAK_PROXIES,
     content_of,
-    holds_history,
     is_plain_value,
     is_value_of_torch,
     saved_item,
 )
-from retape.torch.capture.module_tree import HELD, TREES, ModuleTree, TreeLayout
+from retape.torch.capture.hooks import meet_hook
+from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
 from retape.torch.capture.unrepeatable import CACHED, WatchedCache, WatchedIterator, is_iterator, may_draw
 from retape.torch.compat import fsdp_internals, process_internals
@@ -114,8 +111,10 @@ class Call:
     holders: list[Any]
     _placed: list[Any]
     _seen: set[int]
+    _named_in: tuple[frozenset[str], ...] = ()  # the names in the code of modules and functions
+    _kinds: frozenset[type] = frozenset()  # the classes of objects, whose methods that code may call
     _copied: Collection[int] = ()  # ids of the functions of which a re-run calls copies
-    _followed: frozenset[tuple[int, Names]] = (
+    followed: frozenset[tuple[int, Names]] = (
         frozenset()
     )  # objects of hooks, and the names for which fields were followed
     _warned: ClassVar[set[str]] = set()  # names of functions that reach too many objects
@@ -212,6 +211,18 @@ class Call:
                 count,
             )
 
+    def was_met(self, value: Any) -> bool:
+        return id(value) in self._seen
+
+    def note_met(self, value: Any) -> None:
+        """Note that a value needs no visit any more."""
+        self._seen.add(id(value))
+
+    @staticmethod
+    def has_fields(kind: type) -> bool:
+        """True for the classes of modules and other objects whose fields are followed."""
+        return _visitor_of(kind) in _OF_OBJECTS
+
     def _visit(self, value: Any) -> None:
         kind: Any = type(value)
         visit = _visitor_of(kind)
@@ -256,85 +267,46 @@ class Call:
         self._visit_object(function)
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if not self._tables:
-            self._named += self._visit_code(function)
-        self._hold_cells(function)
+        if self._tables:
+            names = reached_from(function).names
+            self._named_in += (names,)
+            self._note_effects(names)
+        else:
+            self._named += self.visit_code(function)
+        self.hold_cells(function)
         self._meet_all(behind_function(function))
 
-    def _visit_code(self, function: types.FunctionType) -> list[Any]:
+    def visit_code(self, function: types.FunctionType) -> list[Any]:
         """Note what the code of a function may do, and hold the globals that it reads; return what else these lead to."""
         self.codes += (function.__code__,)
-        names = names_of_function(function)
-        self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
-        self.decides = self.decides or may_decide(names)
-        self.writes_unseen = self.writes_unseen or may_write_unseen(names)
-        places = places_of_function(function)
-        return self._hold_places(places) if places else []
+        reached = reached_from(function)
+        self._named_in += (reached.names,)
+        self._note_effects(reached.names)
+        self.decides = self.decides or reached.decides
+        return self._hold_places(reached.places) if reached.places else []
 
-    def _hold_cells(self, function: types.FunctionType) -> None:
+    def _note_effects(self, names: frozenset[str]) -> None:
+        """Note what code with these names may do to tensors unseen."""
+        self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
+        self.writes_unseen = self.writes_unseen or may_write_unseen(names)
+
+    def note_kind(self, kind: type) -> None:
+        """Note the class of an object: code that names its methods may call them."""
+        if kind not in self._kinds and not of_library(kind):
+            self._kinds |= {kind}
+
+    def _note_methods(self) -> None:
+        """Note what the methods of objects may do, once all of them and all names are known."""
+        for kind in self.arguments.kinds:
+            self.note_kind(kind)
+        if self._kinds:
+            self._note_effects(names_in_methods(self._kinds, self._named_in))
+
+    def hold_cells(self, function: types.FunctionType) -> None:
         """Hold the variables of a function, unless the re-run calls a copy of it over variables of its own."""
         own = id(function) in self._copied and not rebinds_closure(function.__code__)
         if function.__closure__ and not own and not is_library(str(function.__globals__.get("__name__"))):
             self.holders.append(CellHolder(function.__closure__))
-
-    # --- hooks: an object that has one may be a trainer, so only what the code of the hook names is followed ------------
-
-    def _meet_hook(self, hook: Any, names: Names | None = None) -> None:
-        """Add what a hook, or a function that a hook closes over, reads and changes."""
-        function, roots = code_and_roots(hook)
-        if function is None or id(hook) in self._seen:
-            return
-        if type(hook) is types.FunctionType:
-            self._seen.add(id(hook))
-        own = names_with_stored(function)
-        names = own if names is None else Names(own.read | names.read, own.stored | names.stored)
-        found = self._visit_code(function)
-        self._hold_cells(function)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            content = content_of(cell)
-            if isinstance(content, Tensor) and id(content) not in self._seen:
-                self._place(CellItem(cell), name, content)
-        for value in (*roots, *found, *behind_function(function)):
-            self._follow_named(value, names)
-
-    def _follow_named(self, value: Any, names: Names) -> None:
-        """Add a value that a hook reaches; of a module or another object only the fields that have one of the names."""
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            self._meet_hook(value, names)
-            return
-        kind: Any = type(value)
-        if is_iterator(kind):  # of a hook mostly a counter, on which nothing depends
-            return
-        if _visitor_of(kind) not in _OF_OBJECTS:
-            self.meet(value)
-        elif id(value) not in self._seen:
-            self._follow_fields(value, names_with_methods(kind, names))
-
-    def _follow_fields(self, value: Any, names: Names) -> None:
-        if (id(value), names) in self._followed:
-            return
-        self._followed |= {(id(value), names)}
-        fields: Any = getattr(value, "__dict__", None)
-        spaces = [fields] if type(fields) is dict else []
-        if isinstance(value, nn.Module):
-            parts = [
-                fields.get(part) for part in HELD if not (self.fsdp and part == "_parameters")
-            ]  # FSDP exchanges those
-            spaces += [part for part in parts if isinstance(part, dict)]  # scripted modules have others
-        for space in spaces:
-            present = space.keys() & names.read
-            self.holders.append(ItemsHolder(space, present | names.stored if space is fields else present))
-            for name in present:
-                if isinstance(space[name], Tensor):
-                    self._place(space, name, space[name])
-                elif not holds_history(space[name]):
-                    self._follow_named(space[name], names)
-        kind: Any = type(value)
-        slots = tuple([name for name in slots_of(kind) if name in names.read])
-        if slots:
-            self.holders.append(SlotHolder(value, slots))
-            for name in slots:
-                self._follow_named(getattr(value, name, None), names)
 
     def _hold_places(self, places: tuple[Place, ...]) -> list[Any]:
         """Hold globals and class attributes; return those of their values through which more is reached."""
@@ -353,6 +325,7 @@ class Call:
 
     def _visit_object(self, value: Any) -> None:
         kind: Any = type(value)
+        self.note_kind(kind)
         places = places_of_object(kind)
         if places:
             self._named += self._hold_places(places)
@@ -399,6 +372,7 @@ class Call:
         if len(self.roots) == 1:
             self.kinds = layout.kinds
         self.modules = self.modules + tree.modules if self.modules else tree.modules
+        self._named_in += (layout.names,)
         self.holders.append(tree)
         self._placed.append(tree)
         self.state += tree.state
@@ -418,7 +392,7 @@ class Call:
             seen.update(map(id, tree.modules))
             seen.update(map(id, tree.state))
             for hook in hooks:
-                self._meet_hook(hook)
+                meet_hook(self, hook)
         others, tree.others = tree.others, ()
         named = self._hold_places(layout.places) if layout.places else []
         if last and not others and not named:
@@ -426,6 +400,7 @@ class Call:
         known = layout.plain_objects if alone else None
         if known is not None and known.are_found_from([*others, *named]):
             self.holders.append(PlainObjectsHolder(known))  # plain, and the same as in the call before: no walk
+            self._kinds |= layout.plain_kinds
             return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
@@ -446,6 +421,7 @@ class Call:
         if alone:
             is_all = plain and others == self._found_besides()
             layout.plain_objects = PlainObjects(values, met, TUNING.long_items) if is_all else None
+            layout.plain_kinds = self._kinds
 
     def separate_holders(self) -> None:
         """Give each plain object a holder of its own."""
@@ -463,7 +439,7 @@ class Call:
         self.holders.append(DictHolder(container, saved) if local is None else ThreadLocalHolder(local, saved))
         for key, value in [(key, value) for key, value in saved.items() if type(value) not in ATOMS]:
             if issubclass(type(value), Tensor):
-                self._place(container, key, value)
+                self.hold_tensor(container, key, value)
             else:
                 self.meet(value)
             saved[key] = saved_item(value)
@@ -476,6 +452,7 @@ class Call:
             self.meet(getattr(value, name, None))
 
     def _visit_container(self, value: Any) -> None:
+        self.note_kind(type(value))
         if isinstance(value, (list, deque)) and type(value).__iter__ in (list.__iter__, deque.__iter__):
             holder = ListHolder(value)
             self.holders.append(holder)
@@ -483,7 +460,7 @@ class Call:
                 return
             for index, item in enumerate(list(value)):
                 if issubclass(type(item), Tensor):
-                    self._place(value, index, item)
+                    self.hold_tensor(value, index, item)
                 else:
                     self.meet(item)
         elif type(value) in COPIED or (isinstance(value, dict) and type(value).__setitem__ is dict.__setitem__):
@@ -502,7 +479,7 @@ class Call:
                 found = [number for number, other in enumerate((*self.extras, *self.state)) if other is tensor]
                 self.shared += tuple([(index, number) for number in found[:1]])
 
-    def _place(self, container: Any, key: Any, tensor: Tensor) -> None:
+    def hold_tensor(self, container: Any, key: Any, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
         self._placed.append((container, key))
         self.state.append(tensor)
@@ -610,6 +587,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call._meet_modules(called, last=True)
         call.function = function
         call.find_shared()
+        call._note_methods()
         return call
     if type(function) is types.FunctionType:
         twins: dict[int, types.FunctionType] = {}
@@ -619,6 +597,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.function = function
     call.meet(function)
     call.find_shared()
+    call._note_methods()
     return call
 
 

@@ -18,8 +18,8 @@ import threading
 import types
 import weakref
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, lru_cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property, lru_cache, partial, partialmethod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -69,7 +69,7 @@ def may_decide(names: frozenset[str]) -> bool:
 def names_of_class(kind: type) -> frozenset[str]:
     """Return the names in the methods of a module's class, and in the functions that they call."""
     bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    methods = [function for base in bases for value in vars(base).values() for function in functions_behind(value)]
     return frozenset().union(*map(names_of_function, methods))
 
 
@@ -89,17 +89,51 @@ def names_with_stored(function: types.FunctionType) -> Names:
 @lru_cache(maxsize=4096)
 def names_with_methods(kind: type, names: Names) -> Names:
     """Return names with those in the methods of a class, and of its bases, that code with these names may call."""
-    read, stored, done = set(names.read), set(names.stored), set[str]()
-    bases = [vars(base) for base in kind.__mro__ if not of_library(base)]
-    while read - done:
-        for name in read - done:
-            done.add(name)
-            for function in [_behind(space[name]) for space in bases if name in space]:
-                if type(function) is types.FunctionType:
-                    found = names_with_stored(function)
-                    read |= found.read
-                    stored |= found.stored
+    read, stored = set(names.read), set(names.stored)
+    for function in _methods_named((kind,), read):
+        found = names_with_stored(function)
+        read |= found.read
+        stored |= found.stored
     return Names(frozenset(read), frozenset(stored))
+
+
+@lru_cache(maxsize=4096)
+def names_in_methods(kinds: frozenset[type], named: tuple[frozenset[str], ...]) -> frozenset[str]:
+    """Return the names in the methods of objects that code with some names may call, and in all code that these reach."""
+    names = set[str]().union(*named)
+    for function in _methods_named(kinds, names):
+        names |= reached_from(function).names.union(*[reached_from(each).names for each in _closed_over(function)])
+    return frozenset(names)
+
+
+def _methods_named(kinds: Iterable[type], names: set[str]) -> Iterator[types.FunctionType]:
+    """Yield the methods that code with these names may call, while names are added to the set; special ones need no name."""
+    spaces = [vars(base) for kind in kinds for base in kind.__mro__ if not of_library(base)]
+    done = set[str]()
+    special = {name for space in spaces for name in space if name.startswith("__") and name not in _NOT_CALLED}
+    while pending := (names | special) - done:
+        done |= pending
+        for space in spaces:
+            for name in pending & space.keys():
+                yield from functions_behind(space[name])
+
+
+# Special methods that make, copy or show an object: a region calls them through its class or by their names.
+_NOT_CALLED = frozenset(
+    {
+        *(
+            "__init__",
+            "__new__",
+            "__post_init__",
+            "__init_subclass__",
+            "__class_getitem__",
+            "__del__",
+            "__repr__",
+            "__str__",
+        ),
+        *("__format__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    }
+)
 
 
 def code_and_roots(called: Any) -> tuple[types.FunctionType | None, tuple[Any, ...]]:
@@ -276,19 +310,29 @@ def places_of_object(kind: type) -> tuple[Place, ...]:
     """
     if of_library(kind) or is_installed(str(kind.__module__).partition(".")[0]):
         return ()
-    return _Places((), (kind,), every_method=True).found()
+    return _Places((), (kind,), every_method=True).found().places
+
+
+class Reached(NamedTuple):
+    """What some code and the code that it calls reads: globals and class attributes, and the names in all of it."""
+
+    places: tuple[Place, ...]
+    names: frozenset[str]  # also of code that it may call: `isinstance(a, Cache)` names a class as `Cache()` does
+    decides: bool = False  # the code, or a function that it calls by its own name, names a function that decides
 
 
 @lru_cache(maxsize=4096)
-def places_of_classes(kinds: frozenset[type]) -> tuple[Place, ...]:
-    """Return the globals and class attributes that the forwards of modules of these classes may read, also through helpers."""
-    return _Places((), kinds).found()
+def reached_from_classes(kinds: frozenset[type]) -> Reached:
+    """Return what the forwards of modules of these classes may read, also through helpers, with the names in all their methods."""
+    found, names = _Places((), kinds).found(), frozenset[str]().union(*map(names_of_class, kinds))
+    return Reached(found.places, found.names | names, may_decide(names))
 
 
 @_by_code
-def places_of_function(function: types.FunctionType) -> tuple[Place, ...]:
-    """Return its globals, and the globals and class attributes that it may read through others."""
-    return _Places((function,), ()).found()
+def reached_from(function: types.FunctionType) -> Reached:
+    """Return what a function may read, also through others; without those in its closure."""
+    found, names = _Places((function,), ()).found(), _names_but_of_closure(function)
+    return Reached(found.places, found.names | names, may_decide(names))
 
 
 class _Places:
@@ -314,14 +358,14 @@ class _Places:
             if every_method:
                 self._names |= {name for base in kind.__mro__ if not of_library(base) for name in vars(base)}
 
-    def found(self) -> tuple[Place, ...]:
+    def found(self) -> Reached:
         while self._pending or self._named_since():
             while self._pending:
                 self._enter_function(self._pending.pop())
         for values, owner, _ in self._spaces.values():
             for name in self._stored - values.keys():  # no value yet
                 self._add(values, owner, name)
-        return tuple(self._places.values())
+        return Reached(tuple(self._places.values()), frozenset(self._names))
 
     def _named_since(self) -> bool:
         """Enter attributes of classes and modules that code met since has named; True if that led to functions."""
@@ -387,11 +431,11 @@ class _Places:
     def _meet(self, values: Mapping[str, Any], owner: type | None, name: str, value: Any) -> None:
         if isinstance(value, _KEEPING):
             self._add(values, owner, name)
-        value = _behind(value)
+        functions, value = functions_behind(value), _behind(value)
         kind: Any = type(value)
-        if kind is types.FunctionType:
-            self._pending.append(value)
-            if has_state_in_closure(value):
+        if functions:
+            self._pending += functions
+            if any(map(has_state_in_closure, functions)):
                 self._add(values, owner, name)
         elif isinstance(value, type):
             self._enter_class(value)
@@ -444,6 +488,15 @@ def _behind(value: Any) -> Any:
     if isinstance(value, partial):
         return _behind(value.func)
     return value.__wrapped__ if type(value) is CACHED else value
+
+
+def functions_behind(value: Any) -> list[types.FunctionType]:
+    """Return the functions that a global or an attribute of a class runs: several of a property, none of other values."""
+    if type(value) is property:
+        parts: tuple[Any, ...] = (value.fget, value.fset, value.fdel)
+    else:
+        parts = (value.func if isinstance(value, (cached_property, partialmethod)) else value,)
+    return [function for function in map(_behind, parts) if type(function) is types.FunctionType]
 
 
 def behind_descriptor(value: Any) -> Any:

@@ -18,13 +18,26 @@ from itertools import chain
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Return the globals and attributes that code names, with those of functions that are made in it."""
     inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(_named_by_strings(code, _BY_STRING), *inner)
+
+
+# What takes the name of an attribute as a string.
+_BINDS_BY_STRING = frozenset({"setattr", "delattr", "__setattr__", "__delattr__", "__dict__", "vars"})
+_BY_STRING = _BINDS_BY_STRING | {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__"}
+
+
+def _named_by_strings(code: types.CodeType, functions: frozenset[str]) -> set[str]:
+    """Return the strings in code that may be names of attributes, if it names one of these functions."""
+    if functions.isdisjoint(code.co_names):
+        return set()
+    return {item for item in code.co_consts if isinstance(item, str) and item.isidentifier()}
 
 
 @lru_cache(maxsize=4096)
 def attributes_bound_in(code: types.CodeType) -> frozenset[str]:
     """Return the attributes that code binds or deletes, with those of functions that are made in it."""
     bound = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    bound |= _named_by_strings(code, _BINDS_BY_STRING)
     inner = [attributes_bound_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
     return frozenset(bound).union(*inner)
 
@@ -42,7 +55,7 @@ _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"})
 @lru_cache(maxsize=4096)
 def attributes_stored_in(code: types.CodeType) -> frozenset[str]:
     """Return the attributes that code assigns, other than through `self`, with those of functions that are made in it."""
-    found, before = set(), None
+    found, before = _named_by_strings(code, _BINDS_BY_STRING), None
     for each in dis.get_instructions(code):
         if each.opname == "STORE_ATTR" and not _loads_self(before):
             found.add(each.argval)
