@@ -68,7 +68,7 @@ from retape.torch.capture.holders.values import (
     is_value_of_torch,
     saved_item,
 )
-from retape.torch.capture.hooks import meet_hook
+from retape.torch.capture.hooks import follow_named, meet_hook
 from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
 from retape.torch.capture.unrepeatable import CACHED, WatchedCache, WatchedIterator, is_iterator, may_draw
@@ -88,6 +88,7 @@ class Call:
     function: Callable[..., Any]
     arguments: ArgumentTemplates
     roots: tuple[nn.Module, ...] = ()
+    hooked: tuple[nn.Module, ...] = ()  # modules that hooks may call
     modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
     kinds: dict[Any, frozenset[int]] | None = None  # tensors that calls of the first root are known to change
     only_parameters = True  # `state` holds parameters alone
@@ -144,7 +145,7 @@ class Call:
     def words_for(self, number: int) -> str:
         """Return tensor `number` of `state` in the user's words."""
         place, key = self.place(number)
-        for root in self.roots:
+        for root in (*self.roots, *self.hooked):
             for path, module in root.named_modules():
                 fields = module.__dict__
                 kinds = {"parameter": fields.get("_parameters"), "buffer": fields.get("_buffers"), "attribute": fields}
@@ -251,6 +252,13 @@ class Call:
         self.roots += (module,)
         self._meet_modules(module)
 
+    def meet_module_of_hook(self, module: nn.Module) -> None:
+        """Add a module that a hook may call; its objects may lead to a trainer, so only what its code names of them."""
+        self._seen.add(id(module))
+        self.hooked += (module,)
+        self.codes += (type(module),)
+        self._meet_modules(module, of_hook=True)
+
     def _visit_generator(self, generator: Any) -> None:
         self.generators += (generator,)
 
@@ -355,7 +363,7 @@ class Call:
         if is_plain and array.nbytes <= TUNING.small_bytes and array.flags.writeable:
             self.holders.append(ArrayHolder(array))
 
-    def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:
+    def _meet_modules(self, root: nn.Module, *, last: bool = False, of_hook: bool = False) -> None:
         """Add what a tree of modules holds; nothing that could be a part of it is met after the `last` one."""
         seen = self._seen
         alone = last and len(seen) == 1
@@ -369,7 +377,7 @@ class Call:
         layout = tree.layout
         if layout.wraps_fsdp1 and last:
             raise _around_fsdp1(root)
-        if len(self.roots) == 1:
+        if len(self.roots) == 1 and not of_hook:
             self.kinds = layout.kinds
         self.modules = self.modules + tree.modules if self.modules else tree.modules
         self._named_in += (layout.names,)
@@ -387,12 +395,8 @@ class Call:
         # Parameters in arguments are passed on as they are, so that `find_shared` need not know of them.
         if not last or not layout.only_parameters:
             seen.update(map(id, tree.state))
-        hooks = tree.hooks
-        if hooks:
-            seen.update(map(id, tree.modules))
-            seen.update(map(id, tree.state))
-            for hook in hooks:
-                meet_hook(self, hook)
+        if tree.hooks:
+            self._meet_hooks(tree)
         others, tree.others = tree.others, ()
         named = self._hold_places(layout.places) if layout.places else []
         if last and not others and not named:
@@ -404,7 +408,17 @@ class Call:
             return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
-        self._meet_behind(layout, others, named, alone=alone)
+        if of_hook:
+            for value in (*others, *named):
+                follow_named(self, value, Names(layout.names, frozenset()))
+        else:
+            self._meet_behind(layout, others, named, alone=alone)
+
+    def _meet_hooks(self, tree: ModuleTree) -> None:
+        self._seen.update(map(id, tree.modules))
+        self._seen.update(map(id, tree.state))
+        for hook in tree.hooks:
+            meet_hook(self, hook)
 
     def _meet_behind(self, layout: TreeLayout, fields: Sequence[Any], named: list[Any], *, alone: bool) -> None:
         """Add what is reached through fields of modules and names of their code.
