@@ -1,5 +1,7 @@
 """Graphs that are used twice, differentiated twice, or looked into."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -15,9 +17,11 @@ from support.comparing import (
     by_values,
     equals_plain,
     equals_plain_every_way,
+    every_way,
     leaf,
     results,
     same_as_plain,
+    steps_of,
 )
 
 
@@ -99,6 +103,78 @@ def test_backward_inside_a_region_for_a_weight_of_no_module(given):
 
         call(function, *([x, weight] if given else [x])).sum().backward()
         return x.grad, weight.grad
+
+    same_as_plain(case)
+
+
+class InnerLoop(nn.Module):
+    """Trains a copy of a part of itself in its forward, as Reptile and training at test time do."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.other = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def change(self):
+        pass
+
+    def forward(self, a):
+        self.change()
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in self.parameters())
+        fast, second = copy.deepcopy(self.part), copy.deepcopy(self.other)
+        for _ in range(2):
+            fast.zero_grad()
+            fast(second(a.detach())).square().mean().backward()
+            with torch.no_grad():
+                for weight in fast.parameters():
+                    weight.sub_(weight.grad, alpha=0.1)
+        return torch.tanh(self.part(a)) * fast(a.detach()).detach()
+
+
+class InnerLoopAfterAWrite(InnerLoop):
+    """Also changes its own weights through `.data`, which a re-run sees as they were before the forward."""
+
+    def change(self):
+        for weight in self.parameters():
+            weight.data.mul_(0.9)
+
+
+@every_way
+@pytest.mark.parametrize("kind", [InnerLoop, InnerLoopAfterAWrite])
+def test_an_inner_loop_over_a_copy_of_a_module(kind, way):
+    same_as_plain(steps_of(kind, steps=3, also=lambda model: dict(model.state_dict())), way)
+
+
+def test_a_parameter_among_the_arguments_is_one_in_a_re_run():
+    def case(call):
+        x, weight = leaf(), nn.Parameter(torch.randn(4, 4))
+
+        def function(a, b):
+            b.data.mul_(0.9)
+            assert isinstance(b, nn.Parameter)
+            return (a * copy.deepcopy(b).detach() * b).sin()
+
+        for _ in range(2):
+            call(function, x, weight).sum().backward()
+        return x.grad, weight.grad, weight
+
+    same_as_plain(case)
+
+
+def test_two_weights_over_one_memory_that_are_written_through_data():
+    """As `vector_to_parameters` makes them."""
+
+    def case(call):
+        x, flat = leaf(), torch.randn(8, 4)
+        first, second = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+
+        def function(a, weights=(first, second)):
+            weights[0].data.mul_(0.9)
+            copies = [copy.deepcopy(weight).detach() for weight in weights]
+            return (a * copies[0] * copies[1] @ weights[0]).sin() @ weights[1]
+
+        for _ in range(2):
+            call(function, x).sum().backward()
+        return x.grad, first.grad, second.grad, flat
 
     same_as_plain(case)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -349,7 +349,7 @@ class Copies:
     def rebuild(self, needs_grad: Set[int] = frozenset()) -> dict[int, Tensor]:
         """Return new tensors with the copied values, which alias as the originals did; call it with grad enabled.
 
-        None of them is a leaf that requires gradients, because autograd refuses to change such a one in place.
+        None of them is a leaf that requires gradients, because autograd refuses to change such a one in place (`leaves_like`).
         """
         made: dict[int, Tensor] = {}
         for group in self._groups:
@@ -365,6 +365,27 @@ class Copies:
     def on_the_cpu(self, watched: list[Tensor]) -> bool:
         """True if comparing them waits for no device."""
         return all(watched[index].is_cpu for index in self.indices)
+
+
+def is_lasting_leaf(tensor: Tensor, *, is_state: bool) -> bool:
+    """True for a parameter, and for a leaf in a field: code may copy it (`deepcopy`), ask for its class, or read its `.grad`."""
+    return tensor.is_leaf and (type(tensor) is nn.Parameter or (is_state and tensor.requires_grad))
+
+
+def leaves_like(
+    originals: Sequence[Tensor], copies: Mapping[int, Tensor], numbers: Collection[int]
+) -> dict[int, Tensor]:
+    """Return leaves over the memory of copies, with the class, the setting and the gradient of the originals, which are leaves too."""
+    made: dict[int, Tensor] = {}
+    for number in numbers:
+        original, copy = originals[number], copies[number]
+        if id(original) not in made:
+            needs_grad = original.requires_grad
+            is_parameter = type(original) is nn.Parameter
+            leaf = nn.Parameter(copy, needs_grad) if is_parameter else fresh(copy, needs_grad)
+            leaf.grad = original.grad
+            made[id(original)] = leaf
+    return {number: made[id(originals[number])] for number in numbers}
 
 
 def by_storages(tensors: Sequence[Tensor]) -> dict[int, list[int]]:

@@ -52,7 +52,9 @@ from retape.torch.capture.mutation import (
     by_storages,
     copyable,
     hold,
+    is_lasting_leaf,
     is_plain,
+    leaves_like,
     version_of,
 )
 from retape.torch.capture.tuning import TUNING
@@ -476,19 +478,22 @@ class RestoredState:
         first = snapshot._first_state
         extras = first - len(call.extras)
         needed = snapshot._arguments_need_grad + [False] * len(call.extras) + snapshot._needs_grad[len(call.extras) :]
-        needs_grad = {index for index in copies.indices if needed[index]}
-        self._copies = copies.rebuild(needs_grad)
+        watched = held + call.extras + call.state
+        leaves = [index for index in copies.indices if is_lasting_leaf(watched[index], is_state=index >= first)]
+        self._copies = copies.rebuild({index for index in copies.indices if needed[index]}.difference(leaves))
+        self._copies.update(leaves_like(watched, self._copies, leaves))
         in_place = copies.sharing_with(range(extras, first))
         places = {index: call.place(index - first) for index in self._copies if index >= first}
         self._swap = SWAPS.begin(frozenset([id(container) for container, _ in places.values()]))
         for index, copy in list(self._copies.items()):
             if index in in_place:
                 # The holders of a closure's tensor are unknown, so the copy is written into its own memory.
-                tensor = (call.extras + call.state)[index - extras] if index >= extras else held[index]
+                tensor = watched[index]
                 overwritten.append((tensor, tensor.detach().clone()))
                 internals.write_unseen(tensor, copy)
-                if index < extras:  # a view of that memory
-                    self._copies[index] = alias(tensor, needs_grad=needed[index])
+                if index < extras:  # a view of that memory, or a parameter as it is
+                    is_parameter = type(tensor) is nn.Parameter
+                    self._copies[index] = tensor if is_parameter else alias(tensor, needs_grad=needed[index])
             elif index >= first:
                 container, key = places[index]
                 replaced.append((container, key, container[key], copy))
