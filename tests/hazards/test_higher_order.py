@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import retape
+from retape.errors import StateChanged
 from retape.torch.engine.context import running_regions
 from retape.torch.engine.policy import HOLD
 from retape.torch.engine.region import Region
@@ -19,6 +20,7 @@ from support.comparing import (
     equals_plain_every_way,
     every_way,
     leaf,
+    refuses,
     results,
     same_as_plain,
     steps_of,
@@ -136,6 +138,38 @@ class InnerLoopAfterAWrite(InnerLoop):
     def change(self):
         for weight in self.parameters():
             weight.data.mul_(0.9)
+
+
+class OwnGradient(InnerLoop):
+    """Takes a gradient of its own weights inside, and reads it."""
+
+    def forward(self, a):
+        self.change()
+        self.part(a.detach()).square().mean().backward()
+        return torch.tanh(self.part(a) * self.part.weight.grad.detach().sum())
+
+
+class OwnGradientAfterAWrite(OwnGradient, InnerLoopAfterAWrite):
+    pass
+
+
+@every_way
+@pytest.mark.parametrize("kind", [OwnGradient, OwnGradientAfterAWrite])
+def test_a_region_that_reads_a_gradient_which_its_own_backward_makes(kind, way):
+    def case(call):
+        model, x, found = kind(), leaf(), []
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            call(model, x).sum().backward()
+            found.append([parameter.grad for parameter in model.parameters()])
+        return found, x.grad
+
+    same_as_plain(case, way)
+
+
+@pytest.mark.parametrize("kind", [OwnGradient, OwnGradientAfterAWrite])
+def test_a_gradient_to_which_a_region_adds_before_it_reads_it(kind):
+    refuses(steps_of(kind, steps=2), StateChanged, "own backward pass", "to None before")
 
 
 @every_way

@@ -49,6 +49,7 @@ from retape.torch.capture.mutation import (
     Copies,
     ReadGradients,
     alias,
+    as_leaf,
     by_storages,
     copyable,
     hold,
@@ -408,6 +409,7 @@ class RestoredState:
     _replaced: list[tuple[Any, Any, Tensor, Tensor]]  # container, key, tensor there before, copy in its place
     _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # tensors set differently for the re-run, and their setting before
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
+    _cleared: Sequence[tuple[Tensor, Tensor | None]] = ()  # gradients that the region made, taken away
     _hook_counts: list[HookCounts] | None = None
     _attributes: RestoredAttributes | None = None
     _swap: int | None = None
@@ -441,6 +443,8 @@ class RestoredState:
         call = snapshot._call
         for holder in call.holders:
             holder.enter()
+        if snapshot._gradients is not None:
+            self._cleared = snapshot._gradients.cleared()
         if snapshot._needs_grad != list(map(_needs_grad, snapshot._rest)):
             leaves = snapshot._leaves or [True] * len(snapshot._rest)
             for tensor, needed, leaf in zip(snapshot._rest, snapshot._needs_grad, leaves, strict=True):
@@ -503,7 +507,7 @@ class RestoredState:
         snapshot, copies = self._snapshot, self._copies
         needed = snapshot._arguments_need_grad
         tensors = [
-            tensor if type(tensor) is nn.Parameter else _as_leaf(tensor, need)
+            tensor if type(tensor) is nn.Parameter else as_leaf(tensor, need)
             for tensor, need in zip(held, needed, strict=True)
         ]
         for index in copies:
@@ -570,6 +574,8 @@ class RestoredState:
         try:
             if self._overwritten or self._needs_grad or self._grads:
                 self._undo_writes()
+            for leaf, gradient in self._cleared:
+                leaf.grad = gradient
             if self._attributes is not None:
                 self._attributes.leave()
             if any_hooks(self._leaves):
@@ -619,13 +625,6 @@ def _kind_of(call: Call) -> tuple[Any, Any]:
     if roots:
         return roots[0], (code, tuple(map(id, roots[1:])), shape)
     return code if code is not None else call.function, shape
-
-
-def _as_leaf(tensor: Tensor, need: bool) -> Tensor:
-    """Return an argument without its history, requiring a gradient as it did in the first run."""
-    if need:
-        return tensor.detach().requires_grad_(True)
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _may_change(tensor: Tensor) -> bool:
