@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -92,6 +91,7 @@ class ArgumentTemplates:
         self._tuples: list[Any] | None = []  # those in the arguments, so that no other object gets their ids meanwhile
         self._ids: dict[int, int] = {}  # by the id of a template: the id of the container that it stands for
         self._as_given: dict[int, Any] = _NO_CONTAINERS  # those that are passed to a re-run as they are, by id
+        self.kinds = _NO_KINDS  # the classes of containers and tuples among them, without those that Python has
         self.positional = tuple([self._template(value, tensors, others) for value in arguments])
         self.only_tensors = not keywords and _ONLY_LEAVES.issuperset(map(type, self.positional))
         self._plain = self.only_tensors or _holds_no_container(self.positional)  # there is nothing to copy
@@ -99,8 +99,6 @@ class ArgumentTemplates:
         if keywords:
             self.keywords = {key: self._template(value, tensors, others) for key, value in keywords.items()}
             self._plain = self._plain and _holds_no_container(self.keywords.values())
-        # The classes of the containers and tuples among them.
-        self.kinds = frozenset(map(type, chain(self._containers.values(), self._tuples or ())))
         self._tuples = None
         self.has_containers = bool(self._containers)  # that can change, at any depth
 
@@ -148,6 +146,8 @@ class ArgumentTemplates:
             others.append(value)
             return value
         self._ids[id(made)] = id(value)
+        if kind not in _BUILT_IN:
+            self.kinds |= {kind}
         if issubclass(kind, tuple):
             assert self._tuples is not None
             self._tuples.append(value)
@@ -173,6 +173,8 @@ class ArgumentTemplates:
         return value if found is None else found
 
 
+_BUILT_IN = frozenset({list, tuple, dict, *COPIED})
+_NO_KINDS = frozenset[type]()
 _NO_KEYWORDS: dict[str, Any] = {}  # never changed
 _NO_CONTAINERS: dict[int, Any] = {}  # never changed
 
