@@ -31,6 +31,7 @@ from retape.torch.capture.functions import (
     Names,
     Opaque,
     Place,
+    Reached,
     behind_descriptor,
     behind_function,
     fields_are_restored,
@@ -115,9 +116,7 @@ class Call:
     _named_in: tuple[frozenset[str], ...] = ()  # the names in the code of modules and functions
     _kinds: frozenset[type] = frozenset()  # the classes of objects, whose methods that code may call
     _copied: Collection[int] = ()  # ids of the functions of which a re-run calls copies
-    followed: frozenset[tuple[int, Names]] = (
-        frozenset()
-    )  # objects of hooks, and the names for which fields were followed
+    followed: frozenset[tuple[int, Names]] = frozenset()  # objects of hooks, each with the names that were followed
     _warned: ClassVar[set[str]] = set()  # names of functions that reach too many objects
 
     def __init__(self) -> None:
@@ -287,11 +286,16 @@ class Call:
     def visit_code(self, function: types.FunctionType) -> list[Any]:
         """Note what the code of a function may do, and hold the globals that it reads; return what else these lead to."""
         self.codes += (function.__code__,)
+        places = self._note_code(function).places
+        return self._hold_places(places) if places else []
+
+    def _note_code(self, function: types.FunctionType) -> Reached:
+        """Note what the code of a function may do."""
         reached = reached_from(function)
         self._named_in += (reached.names,)
         self._note_effects(reached.names)
         self.decides = self.decides or reached.decides
-        return self._hold_places(reached.places) if reached.places else []
+        return reached
 
     def _note_effects(self, names: frozenset[str]) -> None:
         """Note what code with these names may do to tensors unseen."""
@@ -380,18 +384,11 @@ class Call:
         if len(self.roots) == 1 and not of_hook:
             self.kinds = layout.kinds
         self.modules = self.modules + tree.modules if self.modules else tree.modules
-        self._named_in += (layout.names,)
         self.holders.append(tree)
         self._placed.append(tree)
         self.state += tree.state
         self.switches += tuple(tree.switches)
-        if not layout.is_simple:
-            self.only_parameters = self.only_parameters and layout.only_parameters
-            self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
-            self.decides = self.decides or layout.decides
-            self.writes_unseen = self.writes_unseen or layout.writes_unseen
-            self.statistics |= tree.statistics or _NOTHING
-            self.renormalised |= tree.renormalised or _NOTHING
+        self._note_tree(tree)
         # Parameters in arguments are passed on as they are, so that `find_shared` need not know of them.
         if not last or not layout.only_parameters:
             seen.update(map(id, tree.state))
@@ -413,6 +410,20 @@ class Call:
                 follow_named(self, value, Names(layout.names, frozenset()))
         else:
             self._meet_behind(layout, others, named, alone=alone)
+
+    def _note_tree(self, tree: ModuleTree) -> None:
+        """Note what the code of modules, and of functions in their fields, may do."""
+        layout = tree.layout
+        self._named_in += (layout.names,)
+        for function in tree.functions:
+            self._note_code(function)
+        if not layout.is_simple:
+            self.only_parameters = self.only_parameters and layout.only_parameters
+            self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
+            self.decides = self.decides or layout.decides
+            self.writes_unseen = self.writes_unseen or layout.writes_unseen
+            self.statistics |= tree.statistics or _NOTHING
+            self.renormalised |= tree.renormalised or _NOTHING
 
     def _meet_hooks(self, tree: ModuleTree) -> None:
         self._seen.update(map(id, tree.modules))

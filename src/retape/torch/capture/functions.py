@@ -89,7 +89,7 @@ def names_with_stored(function: types.FunctionType) -> Names:
 @lru_cache(maxsize=4096)
 def names_with_methods(kind: type, names: Names) -> Names:
     """Return names with those in the methods of a class, and of its bases, that code with these names may call."""
-    read, stored = set(names.read), set(names.stored)
+    read, stored = {*names.read, "__call__"}, set(names.stored)
     for function in _methods_named((kind,), read):
         found = names_with_stored(function)
         read |= found.read
@@ -100,18 +100,18 @@ def names_with_methods(kind: type, names: Names) -> Names:
 @lru_cache(maxsize=4096)
 def names_in_methods(kinds: frozenset[type], named: tuple[frozenset[str], ...]) -> frozenset[str]:
     """Return the names in the methods of objects that code with some names may call, and in all code that these reach."""
-    names = set[str]().union(*named)
+    special = {name for kind in kinds for name in dir(kind) if name.startswith("__") and name not in _NOT_CALLED}
+    names = special.union(*named)
     for function in _methods_named(kinds, names):
         names |= reached_from(function).names.union(*[reached_from(each).names for each in _closed_over(function)])
     return frozenset(names)
 
 
 def _methods_named(kinds: Iterable[type], names: set[str]) -> Iterator[types.FunctionType]:
-    """Yield the methods that code with these names may call, while names are added to the set; special ones need no name."""
+    """Yield the methods that code with these names may call, while names are added to the set."""
     spaces = [vars(base) for kind in kinds for base in kind.__mro__ if not of_library(base)]
     done = set[str]()
-    special = {name for space in spaces for name in space if name.startswith("__") and name not in _NOT_CALLED}
-    while pending := (names | special) - done:
+    while pending := names - done:
         done |= pending
         for space in spaces:
             for name in pending & space.keys():

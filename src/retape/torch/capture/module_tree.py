@@ -251,7 +251,8 @@ class TreeLayout:
             tree.others = objects
             tree.saved_objects = list(map(without_history, objects[: self.restored_count]))
         if self._pick_functions is not None:
-            tree.others = [*tree.others, *filter(_is_a_users, self._pick_functions(now))]
+            tree.functions = self._pick_functions(now)
+            tree.others = [*tree.others, *filter(_reaches_state, tree.functions)]
         return tree
 
     def _are_plain(self, now: list[Any]) -> bool:
@@ -271,9 +272,10 @@ def _is_plain_tuple(value: Any) -> bool:
     return type(value) is tuple and ATOMS.issuperset(map(type, value))
 
 
-def _is_a_users(function: Any) -> bool:
-    """True for a function that may have state, or write to some, as in `module.forward = function`."""
-    return bool(function.__closure__) or not str(function.__module__).startswith("torch.")
+def _reaches_state(function: Any) -> bool:
+    """True for a function with a closure or with defaults that are no plain values: `module.forward = function`."""
+    defaults = function.__defaults__
+    return bool(function.__closure__ or (defaults and not ATOMS.issuperset(map(type, defaults))))
 
 
 def _behind_proxy(child: Any) -> Any:
@@ -312,6 +314,7 @@ class ModuleTree:
     # The dicts of buffers, children and parameters, by whether the walk of the tree found something in them.
     filled: Dicts
     empty: Dicts
+    functions: Sequence[types.FunctionType] = ()  # in fields
     hooks: Sequence[Any] = ()  # the functions and objects that are hooks of the modules
     _hook_copies: list[dict[Any, Any]] | None = None
     _flag_copies: list[dict[Any, Any]] = []  # noqa: RUF012 - never changed, only replaced
