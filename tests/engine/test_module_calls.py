@@ -95,8 +95,9 @@ def add_hook(module):
 
 
 def other_order(module):
-    module.weight, module.bias = module._parameters.pop("weight"), module._parameters.pop("bias")
-    module._parameters = dict(reversed(module._parameters.items()))
+    weight, bias = module.weight, module.bias
+    del module.weight, module.bias
+    module.bias, module.weight = bias, weight
 
 
 def freeze(module):

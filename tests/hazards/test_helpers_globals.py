@@ -228,6 +228,25 @@ def test_two_helpers_under_one_decorator(call):
     return (x.grad,)
 
 
+def reads_global(a):
+    return (a * SCALE).sin()
+
+
+@equals_plain
+def test_one_code_over_the_globals_of_two_modules(call):
+    """As where a script is run twice in one process."""
+    gradients = []
+    for _ in range(2):
+        space = {"__name__": __name__, "SCALE": 2.0}
+        function = types.FunctionType(reads_global.__code__, space)
+        x = leaf()
+        y = call(function, x)
+        space["SCALE"] = 3.0
+        y.sum().backward()
+        gradients.append(x.grad)
+    return gradients
+
+
 class Shared:
     pass
 

@@ -1,5 +1,7 @@
 """Graphs that are used twice, differentiated twice, or looked into."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import retape
+from retape.errors import StateChanged
 from retape.torch.engine.context import running_regions
 from retape.torch.engine.policy import HOLD
 from retape.torch.engine.region import Region
@@ -15,9 +18,12 @@ from support.comparing import (
     by_values,
     equals_plain,
     equals_plain_every_way,
+    every_way,
     leaf,
+    refuses,
     results,
     same_as_plain,
+    steps_of,
 )
 
 
@@ -99,6 +105,110 @@ def test_backward_inside_a_region_for_a_weight_of_no_module(given):
 
         call(function, *([x, weight] if given else [x])).sum().backward()
         return x.grad, weight.grad
+
+    same_as_plain(case)
+
+
+class InnerLoop(nn.Module):
+    """Trains a copy of a part of itself in its forward, as Reptile and training at test time do."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.other = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def change(self):
+        pass
+
+    def forward(self, a):
+        self.change()
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in self.parameters())
+        fast, second = copy.deepcopy(self.part), copy.deepcopy(self.other)
+        for _ in range(2):
+            fast.zero_grad()
+            fast(second(a.detach())).square().mean().backward()
+            with torch.no_grad():
+                for weight in fast.parameters():
+                    weight.sub_(weight.grad, alpha=0.1)
+        return torch.tanh(self.part(a)) * fast(a.detach()).detach()
+
+
+class InnerLoopAfterAWrite(InnerLoop):
+    """Also changes its own weights through `.data`, which a re-run sees as they were before the forward."""
+
+    def change(self):
+        for weight in self.parameters():
+            weight.data.mul_(0.9)
+
+
+class OwnGradient(InnerLoop):
+    """Takes a gradient of its own weights inside, and reads it."""
+
+    def forward(self, a):
+        self.change()
+        self.part(a.detach()).square().mean().backward()
+        return torch.tanh(self.part(a) * self.part.weight.grad.detach().sum())
+
+
+class OwnGradientAfterAWrite(OwnGradient, InnerLoopAfterAWrite):
+    pass
+
+
+@every_way
+@pytest.mark.parametrize("kind", [OwnGradient, OwnGradientAfterAWrite])
+def test_a_region_that_reads_a_gradient_which_its_own_backward_makes(kind, way):
+    def case(call):
+        model, x, found = kind(), leaf(), []
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            call(model, x).sum().backward()
+            found.append([parameter.grad for parameter in model.parameters()])
+        return found, x.grad
+
+    same_as_plain(case, way)
+
+
+@pytest.mark.parametrize("kind", [OwnGradient, OwnGradientAfterAWrite])
+def test_a_gradient_to_which_a_region_adds_before_it_reads_it(kind):
+    refuses(steps_of(kind, steps=2), StateChanged, "own backward pass", "to None before")
+
+
+@every_way
+@pytest.mark.parametrize("kind", [InnerLoop, InnerLoopAfterAWrite])
+def test_an_inner_loop_over_a_copy_of_a_module(kind, way):
+    same_as_plain(steps_of(kind, steps=3, also=lambda model: dict(model.state_dict())), way)
+
+
+def test_a_parameter_among_the_arguments_is_one_in_a_re_run():
+    def case(call):
+        x, weight = leaf(), nn.Parameter(torch.randn(4, 4))
+
+        def function(a, b):
+            b.data.mul_(0.9)
+            assert isinstance(b, nn.Parameter)
+            return (a * copy.deepcopy(b).detach() * b).sin()
+
+        for _ in range(2):
+            call(function, x, weight).sum().backward()
+        return x.grad, weight.grad, weight
+
+    same_as_plain(case)
+
+
+def test_two_weights_over_one_memory_that_are_written_through_data():
+    """As `vector_to_parameters` makes them."""
+
+    def case(call):
+        x, flat = leaf(), torch.randn(8, 4)
+        first, second = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+
+        def function(a, weights=(first, second)):
+            weights[0].data.mul_(0.9)
+            copies = [copy.deepcopy(weight).detach() for weight in weights]
+            return (a * copies[0] * copies[1] @ weights[0]).sin() @ weights[1]
+
+        for _ in range(2):
+            call(function, x).sum().backward()
+        return x.grad, first.grad, second.grad, flat
 
     same_as_plain(case)
 

@@ -73,6 +73,36 @@ def test_of_the_object_of_a_hook_only_what_the_hook_names_is_looked_at(named):
     assert bool(seen.all) is named
 
 
+class Watching:
+    @torch.no_grad()
+    def hook(self, module, inputs):
+        pass
+
+
+class Ramp:
+    """One whose decorated hook names other fields than the decorated hook before it, and binds one first in its first call."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def hook(self, module, inputs):
+        self.calls += 1
+        return (inputs[0] * (1 + self.calls),)
+
+
+@every_way
+def test_hooks_under_one_decorator(way):
+    def case(call):
+        module, x, ramp = block(), leaf(3, 4), Ramp()
+        module[0].register_forward_pre_hook(Watching().hook)
+        module[2].register_forward_pre_hook(ramp.hook)
+        for _ in range(3):
+            call(module, x).square().sum().backward()
+        return x.grad, module[2].weight.grad, ramp.calls
+
+    same_as_plain(case, way)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_hook_that_calls_a_scripted_module():
     class Scaling(nn.Module):

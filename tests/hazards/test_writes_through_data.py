@@ -1,5 +1,9 @@
 """Regions that write to tensors through `.data`, which leaves their versions as they are."""
 
+import dataclasses
+import functools
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -132,8 +136,234 @@ class Flattened(FirstLater):
         return self.linear(a).tanh()
 
 
+def logged(function):
+    """A decorator: all functions that it returns have one code, and differ in what they close over."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+class Momentum(nn.Module):
+    """A query encoder, and a key encoder that follows it through `.data`, each in methods under one decorator."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("queue", torch.ones(4, 4))
+
+    def forward(self, a):
+        self.follow()
+        key = self.key(a).detach()
+        y = (self.query(a) * key).sin() + self.queue.clone()
+        self.enqueue(key)
+        return y
+
+
+class WithoutGrad(Momentum):
+    @torch.no_grad()
+    def enqueue(self, key):
+        self.queue.copy_(key)
+
+    @torch.no_grad()
+    def follow(self):
+        self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+
+
+class Logged(Momentum):
+    @logged
+    def enqueue(self, key):
+        self.queue.copy_(key)
+
+    @logged
+    def follow(self):
+        self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+
+
+class OwnPrecision(Momentum):
+    @torch.autocast("cpu", enabled=False)
+    def enqueue(self, key):
+        self.queue.copy_(key)
+
+    @torch.autocast("cpu", enabled=False)
+    def follow(self):
+        self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+
+
+DECORATED = [WithoutGrad, Logged, OwnPrecision]
+
+
+def written_to_key(query, key):
+    key.weight.data.mul_(0.9).add_(query.weight.data, alpha=0.1)
+
+
+class Follower:
+    """A helper object in whose methods the writes are."""
+
+    def follow(self, query, key):
+        written_to_key(query, key)
+
+    def __call__(self, query, key):
+        written_to_key(query, key)
+
+    def __getitem__(self, pair):
+        written_to_key(*pair)
+
+    @staticmethod
+    def plainly(query, key):
+        written_to_key(query, key)
+
+    @property
+    def pair(self):
+        return self.query, self.key
+
+    @pair.setter
+    def pair(self, pair):
+        written_to_key(*pair)
+
+
+@dataclasses.dataclass
+class Pair:
+    query: nn.Module
+    key: nn.Module
+
+    def follow(self):
+        written_to_key(self.query, self.key)
+
+
+class Followers(dict):
+    def follow(self, query, key):
+        written_to_key(query, key)
+
+
+class Mixin:
+    def follow(self):
+        written_to_key(self.query, self.key)
+
+    def enqueue(self, key):
+        pass
+
+
+FOLLOWER, TABLE, TOOLS = (
+    Follower(),
+    {"write": written_to_key, "each": [written_to_key]},
+    types.SimpleNamespace(write=written_to_key),
+)
+
+
+class ByMixin(Mixin, Momentum):
+    pass
+
+
+class ByStaticMethod(Momentum):
+    @staticmethod
+    def written(query, key):
+        key.weight.data.mul_(0.9).add_(query.weight.data, alpha=0.1)
+
+    def follow(self):
+        self.written(self.query, self.key)
+
+    def enqueue(self, key):
+        pass
+
+
+class ByClassMethod(ByStaticMethod):
+    @classmethod
+    def written(cls, query, key):
+        key.weight.data.mul_(0.9).add_(query.weight.data, alpha=0.1)
+
+
+class ByProperty(ByStaticMethod):
+    @property
+    def ticks(self):
+        return self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+
+    def follow(self):
+        return self.ticks
+
+
+class ByCachedProperty(ByStaticMethod):
+    @functools.cached_property
+    def ticks(self):
+        return self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+
+    def follow(self):
+        vars(self).pop("ticks", None)
+        return self.ticks
+
+
+class ByNameInAString(ByStaticMethod):
+    def follow(self):
+        getattr(self.key.weight, "data").mul_(0.9)  # noqa: B009
+
+
+class WithField(ByStaticMethod):
+    """Calls what it has in a field."""
+
+    def __init__(self, field):
+        super().__init__()
+        self.field = field
+
+    def follow(self):
+        self.field(self.query, self.key)
+
+
+class ByMethodOfField(WithField):
+    def follow(self):
+        self.field.follow(self.query, self.key)
+
+
+class BySetterOfField(WithField):
+    def follow(self):
+        self.field.pair = self.query, self.key
+
+
+class ByItemOfField(WithField):
+    def follow(self):
+        self.field[self.query, self.key]
+
+
+class ByFirstOfField(WithField):
+    def follow(self):
+        self.field[0](self.query, self.key)
+
+
+class ByGlobal(ByStaticMethod):
+    def follow(self):
+        FOLLOWER.follow(self.query, self.key)
+
+
+class ByClass(ByStaticMethod):
+    def follow(self):
+        Follower.plainly(self.query, self.key)
+
+
+class ByTable(ByStaticMethod):
+    def follow(self):
+        TABLE["write"](self.query, self.key)
+
+
+class ByNestedTable(ByStaticMethod):
+    def follow(self):
+        TABLE["each"][0](self.query, self.key)
+
+
+class ByNamespace(ByStaticMethod):
+    def follow(self):
+        TOOLS.write(self.query, self.key)
+
+
+HELPERS = [
+    *(ByMixin, ByStaticMethod, ByClassMethod, ByProperty, ByCachedProperty, ByNameInAString),
+    *(ByGlobal, ByClass, ByTable, ByNestedTable, ByNamespace),
+    *[functools.partial(WithField, field) for field in (written_to_key, Follower(), functools.partial(written_to_key))],
+    *[functools.partial(kind, Follower()) for kind in (ByMethodOfField, BySetterOfField, ByItemOfField)],
+    *(functools.partial(ByMethodOfField, Followers()), functools.partial(ByFirstOfField, [written_to_key])),
+]
 LATE = [FirstLater, LargeBuffer, ViewOfBuffer, OneOfMany, Flattened]
-KINDS = [Decayed, Binarised, Scaled, AfterAWhile, *LATE]
+KINDS = [Decayed, Binarised, Scaled, AfterAWhile, *DECORATED, *HELPERS, *LATE]
 
 
 @every_way
@@ -152,6 +382,24 @@ def test_a_weight_in_a_closure(call):
 
     call(function, call(function, x)).sum().backward()
     return results(linear, x), linear.weight
+
+
+@pytest.mark.parametrize("where", ["closure", "argument", "dataclass"])
+@equals_plain
+def test_a_helper_object_in_a_closure_and_among_the_arguments(call, where):
+    query, key, x = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), leaf()
+    follower, pair = Follower(), Pair(query, key)
+
+    def function(a, given=None):
+        if where == "dataclass":
+            given.follow()
+        else:
+            (follower if where == "closure" else given).follow(query, key)
+        return (query(a) * key(a)).sin()
+
+    for _ in range(3):
+        call(function, x, *{"closure": (), "argument": (follower,), "dataclass": (pair,)}[where]).sum().backward()
+    return results(query, x), key.weight
 
 
 @pytest.mark.parametrize("where", ["closure", "argument"])

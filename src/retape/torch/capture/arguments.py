@@ -79,6 +79,7 @@ class ArgumentTemplates:
         "_tuples",
         "has_containers",
         "keywords",
+        "kinds",
         "only_tensors",
         "positional",
     )
@@ -90,6 +91,7 @@ class ArgumentTemplates:
         self._tuples: list[Any] | None = []  # those in the arguments, so that no other object gets their ids meanwhile
         self._ids: dict[int, int] = {}  # by the id of a template: the id of the container that it represents
         self._as_given: dict[int, Any] = _NO_CONTAINERS  # those that are passed to a re-run as they are, by id
+        self.kinds = _NO_KINDS  # the classes of containers and tuples among them, without those that Python has
         self.positional = tuple([self._template(value, tensors, others) for value in arguments])
         self.only_tensors = not keywords and _ONLY_LEAVES.issuperset(map(type, self.positional))
         self._plain = self.only_tensors or _holds_no_container(self.positional)  # there is nothing to copy
@@ -144,6 +146,8 @@ class ArgumentTemplates:
             others.append(value)
             return value
         self._ids[id(made)] = id(value)
+        if kind not in _BUILT_IN:
+            self.kinds |= {kind}
         if issubclass(kind, tuple):
             assert self._tuples is not None
             self._tuples.append(value)
@@ -169,6 +173,8 @@ class ArgumentTemplates:
         return value if found is None else found
 
 
+_BUILT_IN = frozenset({list, tuple, dict, *COPIED})
+_NO_KINDS = frozenset[type]()
 _NO_KEYWORDS: dict[str, Any] = {}  # never changed
 _NO_CONTAINERS: dict[int, Any] = {}  # never changed
 

@@ -31,28 +31,25 @@ from retape.torch.capture.functions import (
     Names,
     Opaque,
     Place,
+    Reached,
     behind_descriptor,
     behind_function,
-    code_and_roots,
     fields_are_restored,
     has_state_in_closure,
     is_generator,
     is_library,
     is_shared_by_threads,
-    may_decide,
     may_write_unseen,
+    names_in_methods,
     names_of_function,
-    names_with_methods,
-    names_with_stored,
-    places_of_function,
+    of_library,
     places_of_object,
-    rebinds_closure,
+    reached_from,
     with_own_variables,
 )
 from retape.torch.capture.holders.containers import (
     ArrayHolder,
     DictHolder,
-    ItemsHolder,
     ListHolder,
     PlainObjects,
     PlainObjectsHolder,
@@ -62,21 +59,22 @@ from retape.torch.capture.holders.containers import (
     held_ids,
     slots_of,
 )
-from retape.torch.capture.holders.places import CellHolder, CellItem, PlaceHolder, values_at
+from retape.torch.capture.holders.places import CellHolder, PlaceHolder, values_at
 from retape.torch.capture.holders.values import (
     ABSENT,
     ATOMS,
     WEAK_PROXIES,
     content_of,
-    holds_history,
     is_plain_value,
     is_value_of_torch,
     saved_item,
 )
-from retape.torch.capture.module_tree import HELD, TREES, ModuleTree, TreeLayout
+from retape.torch.capture.hooks import follow_named, meet_hook
+from retape.torch.capture.module_tree import TREES, ModuleTree, TreeLayout
 from retape.torch.capture.tuning import TUNING
 from retape.torch.capture.unrepeatable import CACHED, WatchedCache, WatchedIterator, is_iterator, may_draw
 from retape.torch.compat import compiler_internals, fsdp_internals, process_internals
+from retape.torch.compat.bytecode import rebinds_closure
 
 _LOG = logging.getLogger("retape")
 _IMPORTED = sys.modules
@@ -91,6 +89,7 @@ class Call:
     function: Callable[..., Any]
     arguments: ArgumentTemplates
     roots: tuple[nn.Module, ...] = ()
+    hooked: tuple[nn.Module, ...] = ()  # modules that hooks may call
     modules: list[nn.Module] = []  # noqa: RUF012 - never changed, only replaced
     kinds: dict[Any, frozenset[int]] | None = None  # tensors that calls of the first root are known to change
     only_parameters = True  # `state` holds parameters alone
@@ -114,10 +113,10 @@ class Call:
     holders: list[Any]
     _placed: list[Any]
     _seen: set[int]
+    _named_in: tuple[frozenset[str], ...] = ()  # the names in the code of modules and functions
+    _kinds: frozenset[type] = frozenset()  # the classes of objects, whose methods that code may call
     _copied: Collection[int] = ()  # ids of the functions of which a re-run calls copies
-    _followed: frozenset[tuple[int, Names]] = (
-        frozenset()
-    )  # objects of hooks, and the names for which fields were followed
+    followed: frozenset[tuple[int, Names]] = frozenset()  # objects of hooks, each with the names that were followed
     _warned: ClassVar[set[str]] = set()  # names of functions that reach too many objects
 
     def __init__(self) -> None:
@@ -145,7 +144,7 @@ class Call:
     def words_for(self, number: int) -> str:
         """Return tensor `number` of `state` in the user's words."""
         place, key = self.place(number)
-        for root in self.roots:
+        for root in (*self.roots, *self.hooked):
             for path, module in root.named_modules():
                 fields = module.__dict__
                 kinds = {"parameter": fields.get("_parameters"), "buffer": fields.get("_buffers"), "attribute": fields}
@@ -212,6 +211,18 @@ class Call:
                 count,
             )
 
+    def was_met(self, value: Any) -> bool:
+        return id(value) in self._seen
+
+    def note_met(self, value: Any) -> None:
+        """Note that a value needs no visit any more."""
+        self._seen.add(id(value))
+
+    @staticmethod
+    def has_fields(kind: type) -> bool:
+        """True for the classes of modules and other objects whose fields are followed."""
+        return _visitor_of(kind) in _OF_OBJECTS
+
     def _visit(self, value: Any) -> None:
         kind: Any = type(value)
         visit = _visitor_of(kind)
@@ -240,6 +251,13 @@ class Call:
         self.roots += (module,)
         self._meet_modules(module)
 
+    def meet_module_of_hook(self, module: nn.Module) -> None:
+        """Add a module that a hook may call; its objects may lead to a trainer, so only what its code names of them."""
+        self._seen.add(id(module))
+        self.hooked += (module,)
+        self.codes += (type(module),)
+        self._meet_modules(module, of_hook=True)
+
     def _visit_generator(self, generator: Any) -> None:
         self.generators += (generator,)
 
@@ -256,85 +274,51 @@ class Call:
         self._visit_object(function)
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if not self._tables:
-            self._named += self._visit_code(function)
-        self._hold_cells(function)
+        if self._tables:
+            names = reached_from(function).names
+            self._named_in += (names,)
+            self._note_effects(names)
+        else:
+            self._named += self.visit_code(function)
+        self.hold_cells(function)
         self._meet_all(behind_function(function))
 
-    def _visit_code(self, function: types.FunctionType) -> list[Any]:
+    def visit_code(self, function: types.FunctionType) -> list[Any]:
         """Note what the code of a function may do, and hold the globals that it reads; return what else these lead to."""
         self.codes += (function.__code__,)
-        names = names_of_function(function)
-        self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
-        self.decides = self.decides or may_decide(names)
-        self.writes_unseen = self.writes_unseen or may_write_unseen(names)
-        places = places_of_function(function)
+        places = self._note_code(function).places
         return self._hold_places(places) if places else []
 
-    def _hold_cells(self, function: types.FunctionType) -> None:
+    def _note_code(self, function: types.FunctionType) -> Reached:
+        """Note what the code of a function may do."""
+        reached = reached_from(function)
+        self._named_in += (reached.names,)
+        self._note_effects(reached.names)
+        self.decides = self.decides or reached.decides
+        return reached
+
+    def _note_effects(self, names: frozenset[str]) -> None:
+        """Note what code with these names may do to tensors unseen."""
+        self.fills_what_it_saved = self.fills_what_it_saved or not RRELU.isdisjoint(names)
+        self.writes_unseen = self.writes_unseen or may_write_unseen(names)
+
+    def note_kind(self, kind: type) -> None:
+        """Note the class of an object: code that names its methods may call them."""
+        if kind not in self._kinds and not of_library(kind):
+            self._kinds |= {kind}
+
+    def _note_methods(self) -> None:
+        """Note what the methods of objects may do, once all of them and all names are known."""
+        for kind in self.arguments.kinds:
+            self.note_kind(kind)
+        if self._kinds:
+            self._note_effects(names_in_methods(self._kinds, self._named_in))
+
+    def hold_cells(self, function: types.FunctionType) -> None:
         """Hold the variables of a function, unless the re-run calls a copy of it over variables of its own."""
         own = id(function) in self._copied and not rebinds_closure(function.__code__)
         if function.__closure__ and not own and not is_library(str(function.__globals__.get("__name__"))):
             self.holders.append(CellHolder(function.__closure__))
-
-    # --- hooks: an object that has one may be a trainer, so only what the code of the hook names is followed ------------
-
-    def _meet_hook(self, hook: Any, names: Names | None = None) -> None:
-        """Add what a hook, or a function that a hook closes over, reads and changes."""
-        function, roots = code_and_roots(hook)
-        if function is None or id(hook) in self._seen:
-            return
-        if type(hook) is types.FunctionType:
-            self._seen.add(id(hook))
-        own = names_with_stored(function)
-        names = own if names is None else Names(own.read | names.read, own.stored | names.stored)
-        found = self._visit_code(function)
-        self._hold_cells(function)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            content = content_of(cell)
-            if isinstance(content, Tensor) and id(content) not in self._seen:
-                self._place(CellItem(cell), name, content)
-        for value in (*roots, *found, *behind_function(function)):
-            self._follow_named(value, names)
-
-    def _follow_named(self, value: Any, names: Names) -> None:
-        """Add a value that a hook reaches; of a module or another object only the fields that have one of the names."""
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            self._meet_hook(value, names)
-            return
-        kind: Any = type(value)
-        if is_iterator(kind):  # of a hook mostly a counter, on which nothing depends
-            return
-        if _visitor_of(kind) not in _OF_OBJECTS:
-            self.meet(value)
-        elif id(value) not in self._seen:
-            self._follow_fields(value, names_with_methods(kind, names))
-
-    def _follow_fields(self, value: Any, names: Names) -> None:
-        if (id(value), names) in self._followed:
-            return
-        self._followed |= {(id(value), names)}
-        fields: Any = getattr(value, "__dict__", None)
-        spaces = [fields] if type(fields) is dict else []
-        if isinstance(value, nn.Module):
-            parts = [
-                fields.get(part) for part in HELD if not (self.fsdp and part == "_parameters")
-            ]  # FSDP exchanges those
-            spaces += [part for part in parts if isinstance(part, dict)]  # scripted modules have others
-        for space in spaces:
-            present = space.keys() & names.read
-            self.holders.append(ItemsHolder(space, present | names.stored if space is fields else present))
-            for name in present:
-                if isinstance(space[name], Tensor):
-                    self._place(space, name, space[name])
-                elif not holds_history(space[name]):
-                    self._follow_named(space[name], names)
-        kind: Any = type(value)
-        slots = tuple([name for name in slots_of(kind) if name in names.read])
-        if slots:
-            self.holders.append(SlotHolder(value, slots))
-            for name in slots:
-                self._follow_named(getattr(value, name, None), names)
 
     def _hold_places(self, places: tuple[Place, ...]) -> list[Any]:
         """Hold globals and class attributes; return those of their values through which more is reached."""
@@ -353,6 +337,7 @@ class Call:
 
     def _visit_object(self, value: Any) -> None:
         kind: Any = type(value)
+        self.note_kind(kind)
         places = places_of_object(kind)
         if places:
             self._named += self._hold_places(places)
@@ -382,7 +367,7 @@ class Call:
         if is_plain and array.nbytes <= TUNING.small_bytes and array.flags.writeable:
             self.holders.append(ArrayHolder(array))
 
-    def _meet_modules(self, root: nn.Module, *, last: bool = False) -> None:
+    def _meet_modules(self, root: nn.Module, *, last: bool = False, of_hook: bool = False) -> None:
         """Add what a tree of modules holds; nothing that could be a part of it is met after the `last` one."""
         seen = self._seen
         alone = last and len(seen) == 1
@@ -396,29 +381,19 @@ class Call:
         layout = tree.layout
         if layout.wraps_fsdp1 and last:
             raise _around_fsdp1(root)
-        if len(self.roots) == 1:
+        if len(self.roots) == 1 and not of_hook:
             self.kinds = layout.kinds
         self.modules = self.modules + tree.modules if self.modules else tree.modules
         self.holders.append(tree)
         self._placed.append(tree)
         self.state += tree.state
         self.switches += tuple(tree.switches)
-        if not layout.is_simple:
-            self.only_parameters = self.only_parameters and layout.only_parameters
-            self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
-            self.decides = self.decides or layout.decides
-            self.writes_unseen = self.writes_unseen or layout.writes_unseen
-            self.statistics |= tree.statistics or _NOTHING
-            self.renormalised |= tree.renormalised or _NOTHING
+        self._note_tree(tree)
         # Parameters in arguments are passed on as they are, so that `find_shared` need not know of them.
         if not last or not layout.only_parameters:
             seen.update(map(id, tree.state))
-        hooks = tree.hooks
-        if hooks:
-            seen.update(map(id, tree.modules))
-            seen.update(map(id, tree.state))
-            for hook in hooks:
-                self._meet_hook(hook)
+        if tree.hooks:
+            self._meet_hooks(tree)
         others, tree.others = tree.others, ()
         named = self._hold_places(layout.places) if layout.places else []
         if last and not others and not named:
@@ -426,10 +401,35 @@ class Call:
         known = layout.plain_objects if alone else None
         if known is not None and known.are_found_from([*others, *named]):
             self.holders.append(PlainObjectsHolder(known))  # plain, and the same as in the call before: no walk
+            self._kinds |= layout.plain_kinds
             return
         seen.update(map(id, tree.modules))
         seen.update(map(id, tree.state))
-        self._meet_behind(layout, others, named, alone=alone)
+        if of_hook:
+            for value in (*others, *named):
+                follow_named(self, value, Names(layout.names, frozenset()))
+        else:
+            self._meet_behind(layout, others, named, alone=alone)
+
+    def _note_tree(self, tree: ModuleTree) -> None:
+        """Note what the code of modules, and of functions in their fields, may do."""
+        layout = tree.layout
+        self._named_in += (layout.names,)
+        for function in tree.functions:
+            self._note_code(function)
+        if not layout.is_simple:
+            self.only_parameters = self.only_parameters and layout.only_parameters
+            self.fills_what_it_saved = self.fills_what_it_saved or layout.fills_what_it_saved
+            self.decides = self.decides or layout.decides
+            self.writes_unseen = self.writes_unseen or layout.writes_unseen
+            self.statistics |= tree.statistics or _NOTHING
+            self.renormalised |= tree.renormalised or _NOTHING
+
+    def _meet_hooks(self, tree: ModuleTree) -> None:
+        self._seen.update(map(id, tree.modules))
+        self._seen.update(map(id, tree.state))
+        for hook in tree.hooks:
+            meet_hook(self, hook)
 
     def _meet_behind(self, layout: TreeLayout, fields: Sequence[Any], named: list[Any], *, alone: bool) -> None:
         """Add what is reached through fields of modules and names of their code.
@@ -446,6 +446,7 @@ class Call:
         if alone:
             is_all = plain and others == self._found_besides()
             layout.plain_objects = PlainObjects(values, met, TUNING.long_items) if is_all else None
+            layout.plain_kinds = self._kinds
 
     def separate_holders(self) -> None:
         """Give each plain object a holder of its own."""
@@ -463,7 +464,7 @@ class Call:
         self.holders.append(DictHolder(container, saved) if local is None else ThreadLocalHolder(local, saved))
         for key, value in [(key, value) for key, value in saved.items() if type(value) not in ATOMS]:
             if issubclass(type(value), Tensor):
-                self._place(container, key, value)
+                self.hold_tensor(container, key, value)
             else:
                 self.meet(value)
             saved[key] = saved_item(value)
@@ -476,6 +477,7 @@ class Call:
             self.meet(getattr(value, name, None))
 
     def _visit_container(self, value: Any) -> None:
+        self.note_kind(type(value))
         if isinstance(value, (list, deque)) and type(value).__iter__ in (list.__iter__, deque.__iter__):
             holder = ListHolder(value)
             self.holders.append(holder)
@@ -483,7 +485,7 @@ class Call:
                 return
             for index, item in enumerate(list(value)):
                 if issubclass(type(item), Tensor):
-                    self._place(value, index, item)
+                    self.hold_tensor(value, index, item)
                 else:
                     self.meet(item)
         elif type(value) in COPIED or (isinstance(value, dict) and type(value).__setitem__ is dict.__setitem__):
@@ -502,7 +504,7 @@ class Call:
                 found = [number for number, other in enumerate((*self.extras, *self.state)) if other is tensor]
                 self.shared += tuple([(index, number) for number in found[:1]])
 
-    def _place(self, container: Any, key: Any, tensor: Tensor) -> None:
+    def hold_tensor(self, container: Any, key: Any, tensor: Tensor) -> None:
         self._seen.add(id(tensor))
         self._placed.append((container, key))
         self.state.append(tensor)
@@ -610,6 +612,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call._meet_modules(called, last=True)
         call.function = function
         call.find_shared()
+        call._note_methods()
         return call
     if type(function) is types.FunctionType:
         twins: dict[int, types.FunctionType] = {}
@@ -619,6 +622,7 @@ def capture_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywo
         call.function = function
     call.meet(function)
     call.find_shared()
+    call._note_methods()
     return call
 
 

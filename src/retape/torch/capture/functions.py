@@ -1,7 +1,7 @@
 """Functions that a call runs: names in their code, libraries' functions, and values kept between calls.
 
-Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. Each code object
-is read once.
+Names say what a region may run, not what it runs, so that costly precautions are taken only where they may matter. What one code
+object says is read by `compat.bytecode`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import builtins
 import datetime
-import dis
 import enum
 import numbers
 import random
@@ -19,11 +18,9 @@ import threading
 import types
 import weakref
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, lru_cache, partial
-from importlib.util import resolve_name
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property, lru_cache, partial, partialmethod
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +28,16 @@ from torch import Tensor, nn
 
 from retape.torch.capture.holders.values import ABSENT, ATOMS, content_of, is_value_of_torch
 from retape.torch.capture.unrepeatable import CACHED, is_iterator
+from retape.torch.compat.bytecode import (
+    attributes_bound_in,
+    attributes_stored_in,
+    globals_in,
+    globals_with_attributes_stored_in,
+    imported_in,
+    names_in,
+)
+
+T = TypeVar("T")
 
 RRELU = frozenset({"rrelu", "rrelu_", "RReLU"})  # autograd saves an output of it before its kernel has filled it
 # Functions whose integer, boolean or Python results decide what is computed next (`decisions.py`).
@@ -62,7 +69,7 @@ def may_decide(names: frozenset[str]) -> bool:
 def names_of_class(kind: type) -> frozenset[str]:
     """Return the names in the methods of a module's class, and in the functions that they call."""
     bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    methods = [function for base in bases for value in vars(base).values() for function in functions_behind(value)]
     return frozenset().union(*map(names_of_function, methods))
 
 
@@ -74,31 +81,59 @@ class Names(NamedTuple):
 
 
 def names_with_stored(function: types.FunctionType) -> Names:
-    """Return the names in a function and in those that it calls, and the attributes that the function itself binds."""
-    return Names(names_of_function(function), _attributes_bound_in(function.__code__))
+    """Return the names in a function and in those that it calls, and the attributes that it binds itself, also under decorators."""
+    inner = [attributes_bound_in(each.__code__) for each in (function, *_closed_over(function))]
+    return Names(names_of_function(function), frozenset().union(*inner))
 
 
 @lru_cache(maxsize=4096)
 def names_with_methods(kind: type, names: Names) -> Names:
     """Return names with those in the methods of a class, and of its bases, that code with these names may call."""
-    read, stored, done = set(names.read), set(names.stored), set[str]()
-    bases = [vars(base) for base in kind.__mro__ if not of_library(base)]
-    while read - done:
-        for name in read - done:
-            done.add(name)
-            for function in [_behind(space[name]) for space in bases if name in space]:
-                if type(function) is types.FunctionType:
-                    read |= names_of_function(function)
-                    stored |= _attributes_bound_in(function.__code__)
+    read, stored = {*names.read, "__call__"}, set(names.stored)
+    for function in _methods_named((kind,), read):
+        found = names_with_stored(function)
+        read |= found.read
+        stored |= found.stored
     return Names(frozenset(read), frozenset(stored))
 
 
 @lru_cache(maxsize=4096)
-def _attributes_bound_in(code: types.CodeType) -> frozenset[str]:
-    """Return the attributes that code binds or deletes, with those of functions that are made in it."""
-    bound = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_ATTR", "DELETE_ATTR")}
-    inner = [_attributes_bound_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(bound).union(*inner)
+def names_in_methods(kinds: frozenset[type], named: tuple[frozenset[str], ...]) -> frozenset[str]:
+    """Return the names in the methods of objects that code with some names may call, and in all code that these reach."""
+    special = {name for kind in kinds for name in dir(kind) if name.startswith("__") and name not in _NOT_CALLED}
+    names = special.union(*named)
+    for function in _methods_named(kinds, names):
+        names |= reached_from(function).names.union(*[reached_from(each).names for each in _closed_over(function)])
+    return frozenset(names)
+
+
+def _methods_named(kinds: Iterable[type], names: set[str]) -> Iterator[types.FunctionType]:
+    """Yield the methods that code with these names may call, while names are added to the set."""
+    spaces = [vars(base) for kind in kinds for base in kind.__mro__ if not of_library(base)]
+    done = set[str]()
+    while pending := names - done:
+        done |= pending
+        for space in spaces:
+            for name in pending & space.keys():
+                yield from functions_behind(space[name])
+
+
+# Special methods that make, copy or show an object: a region calls them through its class or by their names.
+_NOT_CALLED = frozenset(
+    {
+        *(
+            "__init__",
+            "__new__",
+            "__post_init__",
+            "__init_subclass__",
+            "__class_getitem__",
+            "__del__",
+            "__repr__",
+            "__str__",
+        ),
+        *("__format__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    }
+)
 
 
 def code_and_roots(called: Any) -> tuple[types.FunctionType | None, tuple[Any, ...]]:
@@ -114,28 +149,35 @@ def code_and_roots(called: Any) -> tuple[types.FunctionType | None, tuple[Any, .
     return (run if type(run) is types.FunctionType else None), (called,)
 
 
-class _NamesByCode:
-    """Names found before, by the id of the code object, which is kept so that no other object gets its id."""
+def _by_code(find: Callable[[types.FunctionType], T]) -> Callable[[types.FunctionType], T]:
+    """Remember what is found by the code, the globals and the package of a function: for all functions that a loop makes, but not for
+    all under one decorator, which have their code in common and differ in their closures. `find` does not look at the root's closure.
+    """
+    known: dict[tuple[int, int, str], tuple[Any, Any, T]] = {}  # with both objects, so that no others get their ids
 
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[types.CodeType, frozenset[str]]] = {}
+    def found_of(function: types.FunctionType) -> T:
+        code, space = function.__code__, function.__globals__
+        key = (id(code), id(space), function.__module__)
+        entry = known.get(key)
+        if entry is None:
+            entry = known[key] = (code, space, find(function))
+        return entry[2]
 
-    def of(self, function: types.FunctionType) -> frozenset[str]:
-        """Return the names in a function, and in those that it calls through its globals or closure; not inside PyTorch."""
-        code = function.__code__
-        known = self._found.get(id(code))
-        if known is None:
-            known = self._found[id(code)] = (code, _names(function))
-        return known[1]
-
-
-names_of_function = _NamesByCode().of
+    return found_of
 
 
-def _names(function: types.FunctionType) -> frozenset[str]:
+def names_of_function(function: types.FunctionType) -> frozenset[str]:
+    """Return the names in a function, and in those that it calls through its globals or closure; not inside PyTorch."""
+    names = _names_but_of_closure(function)
+    closed_over = _closed_over(function) if function.__closure__ else None
+    return names.union(*map(_names_but_of_closure, closed_over)) if closed_over else names
+
+
+@_by_code
+def _names_but_of_closure(root: types.FunctionType) -> frozenset[str]:
     seen: set[int] = set()
     found: set[str] = set()
-    pending = [function]
+    pending = [root]
     while pending:
         each = pending.pop()
         # Not by the code, which all functions under one decorator share.
@@ -143,98 +185,27 @@ def _names(function: types.FunctionType) -> frozenset[str]:
             continue
         seen.add(id(each))
         found |= names_in(each.__code__)
-        pending += _called(each)
+        pending += _named_functions(each)
+        if each is not root:
+            pending += _closed_over(each)
     return frozenset(found)
 
 
-@lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the globals and attributes that code names, with those of functions that are made in it."""
-    inner = [names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
-
-def _called(function: types.FunctionType) -> list[types.FunctionType]:
-    names = function.__globals__
-    found = [names[name] for name in function.__code__.co_names if name in names]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a variable that has no value yet
-            continue
+def _named_functions(function: types.FunctionType) -> list[types.FunctionType]:
+    """Return the functions among the globals that a function names."""
+    space = function.__globals__
+    found = [space[name] for name in names_in(function.__code__) & space.keys()]
     return [value for value in found if type(value) is types.FunctionType]
 
 
-@lru_cache(maxsize=4096)
-def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code reads or assigns as globals, with those of functions that are made in it."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_OPS}
-    return frozenset(found).union(*[globals_in(item) for item in code.co_consts if isinstance(item, types.CodeType)])
-
-
-_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"})
-
-
-@lru_cache(maxsize=4096)
-def attributes_stored_in(code: types.CodeType) -> frozenset[str]:
-    """Return the attributes that code assigns, other than through `self`, with those of functions that are made in it."""
-    found, before = set(), None
-    for each in dis.get_instructions(code):
-        if each.opname == "STORE_ATTR" and not _loads_self(before):
-            found.add(each.argval)
-        before = each
-    inner = [attributes_stored_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(found).union(*inner)
-
-
-def imported_in(code: types.CodeType, package: str) -> list[types.ModuleType]:
-    """Return the modules that code imports when it runs, as far as they are loaded."""
-    names = [_absolute(name, level, package) for name, level in _imports_in(code)]
-    return [module for module in map(sys.modules.get, names) if isinstance(module, types.ModuleType)]
-
-
-def _absolute(name: str, level: int, package: str) -> str:
-    """Return the full name of an imported module; an empty one if the import would fail."""
-    try:
-        return resolve_name("." * level + name, package) if level else name
-    except ImportError:  # beyond the top package, or outside of one: the code may expect that
-        return ""
-
-
-@lru_cache(maxsize=4096)
-def _imports_in(code: types.CodeType) -> tuple[tuple[str, int], ...]:
-    """Return the names of the modules that code imports and their levels (1 for `from .name import ...`)."""
-    # The level and the names are constants just before, with prefixes of long arguments between them.
-    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
-    found = [
-        (each.argval, instructions[number - 2].argval)
-        for number, each in enumerate(instructions)
-        if each.opname == "IMPORT_NAME"
-    ]
-    inner = [_imports_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return (*found, *chain.from_iterable(inner))
-
-
-@lru_cache(maxsize=4096)
-def globals_with_attributes_stored_in(code: types.CodeType) -> frozenset[str]:
-    """Return the globals on which code assigns an attribute, as in `helper.calls += 1`, with those of functions made in it."""
-    found, before = set(), None
-    for each in dis.get_instructions(code):
-        if each.opname in _STORES_ON and before is not None and before.opname == "LOAD_GLOBAL":
-            found.add(before.argval)
-        before = each
-    inner = [globals_with_attributes_stored_in(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    return frozenset(found).union(*inner)
-
-
-_STORES_ON = frozenset({"STORE_ATTR", "COPY", "DUP_TOP"})  # the latter two begin `+=`
-
-
-def _loads_self(instruction: dis.Instruction | None) -> bool:
-    if instruction is None or "LOAD_FAST" not in instruction.opname:
-        return False
-    name = instruction.argval  # two names where one instruction loads two variables
-    return bool(name == "self" or (isinstance(name, tuple) and name[-1] == "self"))
+def _closed_over(function: types.FunctionType) -> list[types.FunctionType]:
+    """Return the functions in the closure of a function, and in theirs."""
+    found = [function]
+    for each in found:
+        for value in map(content_of, each.__closure__ or ()):
+            if type(value) is types.FunctionType and not any(value is other for other in found):
+                found.append(value)
+    return found[1:]
 
 
 # --- libraries --------------------------------------------------------------------------------------------------------
@@ -342,31 +313,29 @@ def places_of_object(kind: type) -> tuple[Place, ...]:
     """
     if of_library(kind) or is_installed(str(kind.__module__).partition(".")[0]):
         return ()
-    return _Places((), (kind,), every_method=True).found()
+    return _Places((), (kind,), every_method=True).found().places
+
+
+class Reached(NamedTuple):
+    """What some code and the code that it calls reads: globals and class attributes, and the names in all of it."""
+
+    places: tuple[Place, ...]
+    names: frozenset[str]  # also of code that it may call: `isinstance(a, Cache)` names a class as `Cache()` does
+    decides: bool = False  # the code, or a function that it calls by its own name, names a function that decides
 
 
 @lru_cache(maxsize=4096)
-def places_of_classes(kinds: frozenset[type]) -> tuple[Place, ...]:
-    """Return the globals and class attributes that the forwards of modules of these classes may read, also through helpers."""
-    return _Places((), kinds).found()
+def reached_from_classes(kinds: frozenset[type]) -> Reached:
+    """Return what the forwards of modules of these classes may read, also through helpers, with the names in all their methods."""
+    found, names = _Places((), kinds).found(), frozenset[str]().union(*map(names_of_class, kinds))
+    return Reached(found.places, found.names | names, may_decide(names))
 
 
-class _PlacesByCode:
-    """Places found before, by the id of the code object, which is kept so that no other object gets its id."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[types.CodeType, tuple[Place, ...]]] = {}
-
-    def of(self, function: types.FunctionType) -> tuple[Place, ...]:
-        """Return its globals, and the globals and class attributes that it may read through others."""
-        code = function.__code__
-        known = self._found.get(id(code))
-        if known is None:
-            known = self._found[id(code)] = (code, _Places((function,), ()).found())
-        return known[1]
-
-
-places_of_function = _PlacesByCode().of
+@_by_code
+def reached_from(function: types.FunctionType) -> Reached:
+    """Return what a function may read, also through others; without those in its closure."""
+    found, names = _Places((function,), ()).found(), _names_but_of_closure(function)
+    return Reached(found.places, found.names | names, may_decide(names))
 
 
 class _Places:
@@ -392,14 +361,14 @@ class _Places:
             if every_method:
                 self._names |= {name for base in kind.__mro__ if not of_library(base) for name in vars(base)}
 
-    def found(self) -> tuple[Place, ...]:
+    def found(self) -> Reached:
         while self._pending or self._named_since():
             while self._pending:
                 self._enter_function(self._pending.pop())
         for values, owner, _ in self._spaces.values():
             for name in self._stored - values.keys():  # no value yet
                 self._add(values, owner, name)
-        return tuple(self._places.values())
+        return Reached(tuple(self._places.values()), frozenset(self._names))
 
     def _named_since(self) -> bool:
         """Enter attributes of classes and modules that code met since has named; True if that led to functions."""
@@ -436,7 +405,7 @@ class _Places:
         for module in imported_in(code, str(space.get("__package__") or "")):
             self._meet({}, None, "", module)
         if not is_root:
-            self._pending += _called(function)
+            self._pending += [*_named_functions(function), *_closed_over(function)]
             self._enter_defaults(function)
 
     def _enter_defaults(self, function: types.FunctionType) -> None:
@@ -465,11 +434,11 @@ class _Places:
     def _meet(self, values: Mapping[str, Any], owner: type | None, name: str, value: Any) -> None:
         if isinstance(value, _KEEPING):
             self._add(values, owner, name)
-        value = _behind(value)
+        functions, value = functions_behind(value), _behind(value)
         kind: Any = type(value)
-        if kind is types.FunctionType:
-            self._pending.append(value)
-            if has_state_in_closure(value):
+        if functions:
+            self._pending += functions
+            if any(map(has_state_in_closure, functions)):
                 self._add(values, owner, name)
         elif isinstance(value, type):
             self._enter_class(value)
@@ -524,6 +493,15 @@ def _behind(value: Any) -> Any:
     return value.__wrapped__ if type(value) is CACHED else value
 
 
+def functions_behind(value: Any) -> list[types.FunctionType]:
+    """Return the functions that a global or an attribute of a class runs: several of a property, none of other values."""
+    if type(value) is property:
+        parts: tuple[Any, ...] = (value.fget, value.fset, value.fdel)
+    else:
+        parts = (value.func if isinstance(value, (cached_property, partialmethod)) else value,)
+    return [function for function in map(_behind, parts) if type(function) is types.FunctionType]
+
+
 def behind_descriptor(value: Any) -> Any:
     """Return the function behind an attribute of a class that is a static method, a class method or a property."""
     if type(value) in (staticmethod, classmethod):
@@ -574,15 +552,6 @@ def with_own_variables(
             is_function = type(content) is types.FunctionType
             cells[id(cell)].cell_contents = with_own_variables(content, twins, cells) if is_function else content
     return twin
-
-
-@lru_cache(maxsize=4096)
-def rebinds_closure(code: types.CodeType) -> bool:
-    """True if code, or a function that is made in it, binds a variable of the function around it (`nonlocal`)."""
-    bound = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    if not bound.isdisjoint(code.co_freevars):
-        return True
-    return any(rebinds_closure(item) for item in code.co_consts if isinstance(item, types.CodeType))
 
 
 # --- callables of retape's own ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retape.torch.capture.functions import RRELU, may_decide, may_write_unseen, names_of_class, places_of_classes
+from retape.torch.capture.functions import RRELU, may_write_unseen, reached_from_classes
 from retape.torch.capture.holders.containers import OWN_FIELDS, ModuleHolder, PlainObjects
 from retape.torch.capture.holders.values import ATOMS, PLAIN_TYPES, WEAK_PROXIES, is_restored, tracked, without_history
 from retape.torch.compat import fsdp_internals, internals, process_internals
@@ -72,12 +72,14 @@ class TreeLayout:
         "held_places",
         "is_simple",
         "kinds",
+        "names",
         "object_places",
         "only_parameters",
         "pick_content",
         "pick_hooks",
         "pick_switches",
         "places",
+        "plain_kinds",
         "plain_objects",
         "renormalised",
         "restored_count",
@@ -99,12 +101,14 @@ class TreeLayout:
         self.wraps_fsdp1 = any(map(fsdp_internals.is_first_version, modules))
         self._root_type = type(modules[0])
         self._weak = [weakref.ref(module) for module in modules[1:]]
-        names = frozenset[str]().union(*map(names_of_class, dict.fromkeys(map(type, modules))))
+        reached = reached_from_classes(frozenset(map(type, modules)))
+        self.places, self.names = reached.places, reached.names
+        names = reached.names
         self.fills_what_it_saved = nn.RReLU in map(type, modules) or not RRELU.isdisjoint(names)
-        self.decides = may_decide(names)
+        self.decides = reached.decides
         self.writes_unseen = may_write_unseen(names)
         self.plain_objects: PlainObjects | None = None  # in fields, as the last walk of a call found them
-        self.places = places_of_classes(frozenset(map(type, modules)))
+        self.plain_kinds = frozenset[type]()  # their classes
         fields = list(map(_vars, modules))
         self.field_names = list(map(tuple, fields))
         self.field_lengths = list(map(len, fields))
@@ -247,7 +251,8 @@ class TreeLayout:
             tree.others = objects
             tree.saved_objects = list(map(without_history, objects[: self.restored_count]))
         if self._pick_functions is not None:
-            tree.others = [*tree.others, *filter(_reaches_state, self._pick_functions(now))]
+            tree.functions = self._pick_functions(now)
+            tree.others = [*tree.others, *filter(_reaches_state, tree.functions)]
         return tree
 
     def _are_plain(self, now: list[Any]) -> bool:
@@ -309,6 +314,7 @@ class ModuleTree:
     # The dicts of buffers, children and parameters, by whether the walk of the tree found something in them.
     filled: Dicts
     empty: Dicts
+    functions: Sequence[types.FunctionType] = ()  # in fields
     hooks: Sequence[Any] = ()  # the functions and objects that are hooks of the modules
     _hook_copies: list[dict[Any, Any]] | None = None
     _flag_copies: list[dict[Any, Any]] = []  # noqa: RUF012 - never changed, only replaced

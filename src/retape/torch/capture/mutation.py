@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -349,7 +349,7 @@ class Copies:
     def rebuild(self, needs_grad: Set[int] = frozenset()) -> dict[int, Tensor]:
         """Return new tensors with the copied values, which alias as the originals did; call it with grad enabled.
 
-        None of them is a leaf that requires gradients, because autograd refuses to change such a one in place.
+        None of them is a leaf that requires gradients, because autograd refuses to change such a one in place (`leaves_like`).
         """
         made: dict[int, Tensor] = {}
         for group in self._groups:
@@ -365,6 +365,34 @@ class Copies:
     def on_the_cpu(self, watched: list[Tensor]) -> bool:
         """True if comparing them waits for no device."""
         return all(watched[index].is_cpu for index in self.indices)
+
+
+def is_lasting_leaf(tensor: Tensor, *, is_state: bool) -> bool:
+    """True for a parameter, and for a leaf in a field: code may copy it (`deepcopy`), ask for its class, or read its `.grad`."""
+    return tensor.is_leaf and (type(tensor) is nn.Parameter or (is_state and tensor.requires_grad))
+
+
+def leaves_like(
+    originals: Sequence[Tensor], copies: Mapping[int, Tensor], numbers: Collection[int]
+) -> dict[int, Tensor]:
+    """Return leaves over the memory of copies, with the class, the setting and the gradient of the originals, which are leaves too."""
+    made: dict[int, Tensor] = {}
+    for number in numbers:
+        original, copy = originals[number], copies[number]
+        if id(original) not in made:
+            needs_grad = original.requires_grad
+            is_parameter = type(original) is nn.Parameter
+            leaf = nn.Parameter(copy, needs_grad) if is_parameter else fresh(copy, needs_grad)
+            leaf.grad = original.grad
+            made[id(original)] = leaf
+    return {number: made[id(originals[number])] for number in numbers}
+
+
+def as_leaf(tensor: Tensor, need: bool) -> Tensor:
+    """Return an argument without its history, requiring a gradient as it did in the first run."""
+    if need:
+        return tensor.detach().requires_grad_(True)
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def by_storages(tensors: Sequence[Tensor]) -> dict[int, list[int]]:
@@ -408,30 +436,65 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-class ReadGradients:
-    """The `.grad` of leaves, among some, when a call first read them; the gradients themselves are not held."""
+class _Gradient(NamedTuple):
+    """Which gradient a leaf has, and its version; none is held."""
 
-    __slots__ = ("_known", "_read")
+    value: weakref.ref[Tensor] | None
+    version: Any
+
+    def is_still(self, then: _Gradient) -> bool:
+        if self.value is None or then.value is None:
+            return self.value is then.value
+        return self.value() is then.value() is not None and self.version == then.version
+
+
+def _gradient_of(leaf: Tensor) -> _Gradient:
+    gradient = leaf.grad if leaf.is_leaf else None
+    return _NO_GRADIENT if gradient is None else _Gradient(weakref.ref(gradient), version_of(gradient))
+
+
+_NO_GRADIENT = _Gradient(None, None)
+
+
+class ReadGradients:
+    """The `.grad` of leaves, among some, before a call and when it first read them; the gradients themselves are not held."""
+
+    __slots__ = ("_before", "_made", "_read")
 
     def __init__(self, known: Sequence[Tensor]) -> None:
-        self._known = frozenset(map(id, known))
-        self._read: dict[int, tuple[Tensor, weakref.ref[Tensor] | None, Any]] = {}
+        """`known` are the leaves as they are before the call."""
+        with internals.unobserved():
+            self._before = {id(leaf): _gradient_of(leaf) for leaf in known}
+        # Each leaf and its gradient when it was read, and whether the call had changed one that was there before.
+        self._read: dict[int, tuple[Tensor, _Gradient, bool]] = {}
+        self._made: list[Tensor] = []  # leaves to which the call's own backward pass gave their first gradient
 
     def note(self, leaf: Tensor) -> None:
         """Note that the gradient of a tensor is about to be read."""
-        if id(leaf) in self._known and id(leaf) not in self._read:
+        before = self._before.get(id(leaf))
+        if before is not None and id(leaf) not in self._read:
             with internals.unobserved():
-                gradient = leaf.grad if leaf.is_leaf else None
-                version = None if gradient is None else version_of(gradient)
-                self._read[id(leaf)] = (leaf, None if gradient is None else weakref.ref(gradient), version)
+                read = _gradient_of(leaf)
+                self._read[id(leaf)] = (leaf, read, before.value is not None and not read.is_still(before))
+                if before.value is None and leaf.grad is not None:
+                    self._made.append(leaf)
+
+    def cleared(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Take the gradients that the call's own backward pass has made, which a re-run makes again; return where they belong."""
+        taken = [(leaf, leaf.grad) for leaf in self._made]
+        for leaf in self._made:
+            leaf.grad = None
+        return taken
 
     def check(self, name: str) -> None:
-        """Raise if a gradient that region `name` read is not what it was."""
-        for leaf, reference, version in self._read.values():
-            now = leaf.grad if leaf.is_leaf else None
-            if now is None and reference is None:
-                continue
-            if now is None or reference is None or now is not reference() or version_of(now) != version:
+        """Raise if a gradient that region `name` read is not what it was, or was another one before the region."""
+        for leaf, read, is_lost in self._read.values():
+            if is_lost:
+                raise StateChanged(
+                    f"Region {name} must be run again for backward, but its own backward pass has added to the .grad of a tensor of shape "
+                    f"{tuple(leaf.shape)} that it then reads, and what was there before is lost. Set that .grad to None before the region."
+                )
+            if not _gradient_of(leaf).is_still(read):
                 raise StateChanged(
                     f"Region {name} must be run again for backward, and reads the .grad of a tensor of shape {tuple(leaf.shape)}, which "
                     "has changed since its forward, so that its gradients would be wrong. Read it before the region, and pass a copy of it "

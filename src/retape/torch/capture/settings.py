@@ -37,13 +37,13 @@ from retape.torch.capture.functions import (
     CompiledCall,
     Opaque,
     is_library,
-    names_in,
     of_library,
 )
 from retape.torch.capture.holders.containers import OWN_FIELDS
 from retape.torch.capture.holders.values import ATOMS
 from retape.torch.capture.tuning import TUNING
 from retape.torch.compat import hook_internals
+from retape.torch.compat.bytecode import names_in
 
 Path = tuple[Any, str]  # the path of the object that leads to it, and a label
 

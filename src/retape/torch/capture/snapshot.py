@@ -49,10 +49,13 @@ from retape.torch.capture.mutation import (
     Copies,
     ReadGradients,
     alias,
+    as_leaf,
     by_storages,
     copyable,
     hold,
+    is_lasting_leaf,
     is_plain,
+    leaves_like,
     version_of,
 )
 from retape.torch.capture.tuning import TUNING
@@ -406,6 +409,7 @@ class RestoredState:
     _replaced: list[tuple[Any, Any, Tensor, Tensor]]  # container, key, tensor there before, copy in its place
     _needs_grad: Sequence[tuple[Tensor, bool]] = ()  # tensors set differently for the re-run, and their setting before
     _grads: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] = ()
+    _cleared: Sequence[tuple[Tensor, Tensor | None]] = ()  # gradients that the region made, taken away
     _hook_counts: list[HookCounts] | None = None
     _attributes: RestoredAttributes | None = None
     _swap: int | None = None
@@ -439,6 +443,8 @@ class RestoredState:
         call = snapshot._call
         for holder in call.holders:
             holder.enter()
+        if snapshot._gradients is not None:
+            self._cleared = snapshot._gradients.cleared()
         if snapshot._needs_grad != list(map(_needs_grad, snapshot._rest)):
             leaves = snapshot._leaves or [True] * len(snapshot._rest)
             for tensor, needed, leaf in zip(snapshot._rest, snapshot._needs_grad, leaves, strict=True):
@@ -476,19 +482,22 @@ class RestoredState:
         first = snapshot._first_state
         extras = first - len(call.extras)
         needed = snapshot._arguments_need_grad + [False] * len(call.extras) + snapshot._needs_grad[len(call.extras) :]
-        needs_grad = {index for index in copies.indices if needed[index]}
-        self._copies = copies.rebuild(needs_grad)
+        watched = held + call.extras + call.state
+        leaves = [index for index in copies.indices if is_lasting_leaf(watched[index], is_state=index >= first)]
+        self._copies = copies.rebuild({index for index in copies.indices if needed[index]}.difference(leaves))
+        self._copies.update(leaves_like(watched, self._copies, leaves))
         in_place = copies.sharing_with(range(extras, first))
         places = {index: call.place(index - first) for index in self._copies if index >= first}
         self._swap = SWAPS.begin(frozenset([id(container) for container, _ in places.values()]))
         for index, copy in list(self._copies.items()):
             if index in in_place:
                 # The holders of a closure's tensor are unknown, so the copy is written into its own memory.
-                tensor = (call.extras + call.state)[index - extras] if index >= extras else held[index]
+                tensor = watched[index]
                 overwritten.append((tensor, tensor.detach().clone()))
                 internals.write_unseen(tensor, copy)
-                if index < extras:  # a view of that memory
-                    self._copies[index] = alias(tensor, needs_grad=needed[index])
+                if index < extras:  # a view of that memory, or a parameter as it is
+                    is_parameter = type(tensor) is nn.Parameter
+                    self._copies[index] = tensor if is_parameter else alias(tensor, needs_grad=needed[index])
             elif index >= first:
                 container, key = places[index]
                 replaced.append((container, key, container[key], copy))
@@ -498,7 +507,7 @@ class RestoredState:
         snapshot, copies = self._snapshot, self._copies
         needed = snapshot._arguments_need_grad
         tensors = [
-            tensor if type(tensor) is nn.Parameter else _as_leaf(tensor, need)
+            tensor if type(tensor) is nn.Parameter else as_leaf(tensor, need)
             for tensor, need in zip(held, needed, strict=True)
         ]
         for index in copies:
@@ -565,6 +574,8 @@ class RestoredState:
         try:
             if self._overwritten or self._needs_grad or self._grads:
                 self._undo_writes()
+            for leaf, gradient in self._cleared:
+                leaf.grad = gradient
             if self._attributes is not None:
                 self._attributes.leave()
             if any_hooks(self._leaves):
@@ -614,13 +625,6 @@ def _kind_of(call: Call) -> tuple[Any, Any]:
     if roots:
         return roots[0], (code, tuple(map(id, roots[1:])), shape)
     return code if code is not None else call.function, shape
-
-
-def _as_leaf(tensor: Tensor, need: bool) -> Tensor:
-    """Return an argument without its history, requiring a gradient as it did in the first run."""
-    if need:
-        return tensor.detach().requires_grad_(True)
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _may_change(tensor: Tensor) -> bool:

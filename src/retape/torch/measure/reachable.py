@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retape.torch.capture.functions import names_in
 from retape.torch.capture.settings import variables_of
 from retape.torch.compat import fsdp_internals, hook_internals
+from retape.torch.compat.bytecode import names_in
 
 _ATOMS = (int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device, torch.Size, Enum)
 _PLAIN_ATOMS = frozenset(

@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from types import MethodType
 from typing import Any, Protocol, cast
@@ -48,22 +49,34 @@ class ModelCaller(Protocol):
 
 
 _LOG = logging.getLogger("retape")
-_CALLERS: weakref.WeakKeyDictionary[nn.Module, Caller] = weakref.WeakKeyDictionary()
-_PIECES: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = weakref.WeakKeyDictionary()
-_FREED: weakref.WeakKeyDictionary[nn.Module, bool] = (
-    weakref.WeakKeyDictionary()
-)  # after its forward, as the user has set it
-_OWN_FORWARDS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # set on the module itself
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attachment:
+    """What is attached to a module. `frees`, under FSDP2: its weights are freed after its forward, as the user has set it."""
+
+    caller: Caller
+    pieces: tuple[nn.Module, ...] = ()
+    frees: bool | None = None
+    own_forward: Any = None  # that was set on the module itself
+
+
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, _Attachment] = weakref.WeakKeyDictionary()
+
+
+def _caller_in(module: nn.Module) -> Caller | None:
+    found = _ATTACHED.get(module)
+    return None if found is None else found.caller
 
 
 def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
     """Ask the caller of a module; the forward of a divided container runs its pieces."""
-    caller = _CALLERS.get(module)
-    if caller is None:
+    attached = _ATTACHED.get(module)
+    if attached is None:
         return plain_call(*arguments, **keywords)
-    if module in _PIECES:
+    if attached.pieces:
         plain_call = partial(_call_in_pieces, module, plain_call)
-    return caller(module, plain_call, arguments, keywords)
+    return attached.caller(module, plain_call, arguments, keywords)
 
 
 def _asked(module: nn.Module, plain_call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
@@ -146,12 +159,13 @@ def _call_of_sharded(module: nn.Module, *arguments: Any, **keywords: Any) -> Any
 
 def _shards_of_kept(root: nn.Module) -> dict[int, nn.Parameter]:
     """Return the shards of weights that stay gathered only because of the plan, by the gathered ones."""
-    kept = [module for module in root.modules() if _is_kept(module)] if _FREED else []
+    kept = [module for module in root.modules() if _is_kept(module)] if fsdp_internals.in_use() else []
     return {whole: shard for module in kept for whole, shard in fsdp_internals.shards_of_left(module).items()}
 
 
 def _is_kept(module: nn.Module) -> bool:
-    return bool(_FREED.get(module)) and not fsdp_internals.freed_after_forward(module)
+    attached = _ATTACHED.get(module)
+    return attached is not None and bool(attached.frees) and not fsdp_internals.freed_after_forward(module)
 
 
 @compiler_internals.uncompiled
@@ -166,9 +180,9 @@ def _free_stale(module: nn.Module) -> None:
 
 
 def _plain_forward(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-    own = _OWN_FORWARDS.get(module)
-    if own is not None:
-        return own(*arguments, **keywords)
+    attached = _ATTACHED.get(module)
+    if attached is not None and attached.own_forward is not None:
+        return attached.own_forward(*arguments, **keywords)
     return original_class(type(module)).forward(module, *arguments, **keywords)  # type: ignore[attr-defined]
 
 
@@ -182,14 +196,13 @@ def _in_sharded_model(module: nn.Module) -> bool:
     return fsdp_internals.in_use() and any(map(fsdp_internals.is_sharded, module.modules()))
 
 
-def _replace_class(module: nn.Module, *, outside_hooks: bool) -> None:
+def _replace_class(module: nn.Module, attached: _Attachment, *, outside_hooks: bool) -> None:
     kind, inside = type(module), not outside_hooks and fsdp_internals.is_sharded(module)
     module.__class__ = _attached_class(kind, inside)  # type: ignore[arg-type]  # classes can be hashed
     if inside and "forward" in vars(module):  # as torch.compile sets it
-        _OWN_FORWARDS[module] = vars(module).pop("forward")
-    frees = fsdp_internals.freed_after_forward(module) if inside else None
-    if frees is not None:
-        _FREED[module] = frees
+        attached.own_forward = vars(module).pop("forward")
+    if inside:
+        attached.frees = fsdp_internals.freed_after_forward(module)
 
 
 @cache
@@ -229,13 +242,12 @@ def attach(
             f"{type(module).__name__} is managed by a fit already, or by retape.adaptive. Call remove() on what that returned first."
         )
     detach(module)  # what only watches its calls
+    attached = _Attachment(caller=caller, pieces=tuple(pieces))
     if in_compiled or _in_sharded_model(module):
-        _replace_class(module, outside_hooks=outside_hooks)
+        _replace_class(module, attached, outside_hooks=outside_hooks)
     else:
         compiler_internals.answer_calls(module, _asked)
-    _CALLERS[module] = caller
-    if pieces:
-        _PIECES[module] = tuple(pieces)
+    _ATTACHED[module] = attached
 
 
 def detach(module: nn.Module) -> None:
@@ -243,30 +255,28 @@ def detach(module: nn.Module) -> None:
     compiler_internals.leave_calls(module)
     if issubclass(type(module), _Attached):
         module.__class__ = original_class(type(module))
-    if module in _OWN_FORWARDS:
-        module.forward = _OWN_FORWARDS.pop(module)
     _free_stale(module)
     set_weights_freed(module, None)
-    _FREED.pop(module, None)
-    _CALLERS.pop(module, None)
-    _PIECES.pop(module, None)
+    attached = _ATTACHED.pop(module, None)
+    if attached is not None and attached.own_forward is not None:
+        module.forward = attached.own_forward
 
 
 def set_weights_freed(module: nn.Module, frees: bool | None) -> None:
     """Let FSDP2 free the weights of an attached module after its next forward, or keep them; None is what the user has set."""
-    own = _FREED.get(module)
-    if own is not None:
-        fsdp_internals.free_after_forward(module, own if frees is None else frees)
+    attached = _ATTACHED.get(module)
+    if attached is not None and attached.frees is not None:
+        fsdp_internals.free_after_forward(module, attached.frees if frees is None else frees)
 
 
 def caller_of(module: nn.Module) -> Caller | None:
     """Return the caller that is attached to a module, or None."""
-    return _CALLERS.get(module) if is_attached(module) else None
+    return _caller_in(module) if is_attached(module) else None
 
 
 def put_over(module: nn.Module, caller: Caller) -> None:
     """Replace the caller of a module that is attached already."""
-    _CALLERS[module] = caller
+    _ATTACHED[module].caller = caller
 
 
 class WatchedCalls:
@@ -285,7 +295,7 @@ class WatchedCalls:
 
 def watch_calls(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
     """Let `run(caller, ...)` call the caller of a module, which need not have one; return what undoes that."""
-    caller = _CALLERS.get(module)
+    caller = _caller_in(module)
     if not isinstance(caller, WatchedCalls):
         caller = WatchedCalls(caller if caller is not None and is_attached(module) else _call_plainly)
         if caller.caller is _call_plainly:
@@ -298,7 +308,7 @@ def watch_calls(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None
 
 def _unwatch_calls(reference: weakref.ref[nn.Module], run: Callable[..., Any]) -> None:
     module = reference()
-    caller = None if module is None else _CALLERS.get(module)
+    caller = None if module is None else _caller_in(module)
     if module is None or not isinstance(caller, WatchedCalls) or run not in caller.runs:
         return
     caller.runs.remove(run)
@@ -312,7 +322,7 @@ def _unwatch_calls(reference: weakref.ref[nn.Module], run: Callable[..., Any]) -
 
 def is_attached(module: nn.Module) -> bool:
     """True if a caller answers the calls of a module, and does not only watch them."""
-    caller = _CALLERS.get(module)
+    caller = _caller_in(module)
     only_watched = isinstance(caller, WatchedCalls) and caller.caller is _call_plainly
     return caller is not None and not only_watched and _asks_first(module)
 
@@ -336,7 +346,7 @@ def _call_in_pieces(module: nn.Module, plain_call: Callable[..., Any], *argument
 
 def _run_pieces(module: nn.Module, input: Any) -> Any:
     """Run a container piece by piece; raise InvalidInput if it has other children than when it was divided."""
-    pieces, layers = _PIECES[module], list(cast(nn.Sequential, module))
+    pieces, layers = _ATTACHED[module].pieces, list(cast(nn.Sequential, module))
     divided = [part for piece in pieces for part in (piece if isinstance(piece, SequentialSlice) else (piece,))]
     if len(divided) != len(layers) or not all(map(operator.is_, divided, layers)):
         raise InvalidInput(

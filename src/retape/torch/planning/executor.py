@@ -117,7 +117,7 @@ class Executor:
         # A compiled variant runs its parts in tiles itself.
         self._tiled = {c.name: c.tiled for c in assignment.choices if c.tiles > 1 and c.saved_share is None}
         self._is_compiled = assignment.is_compiled
-        self.regions_run = 0
+        self.regions_run = self._region_calls = 0
 
     def learn(self, choice: Choice, inputs: Signature, trace: RegionTrace | None) -> None:
         """Take the recipe for the slots that a choice holds and moves from a trace of the profile: the region is not traced again."""
@@ -143,8 +143,10 @@ class Executor:
             self._root_call += 1
             self._counts.clear()
         LIBRARIES.begin_forward(args, keywords)
+        calls_before = self._region_calls
         outputs = plain_call(*args, **keywords)
-        if self._has_modules and not self._counts and torch.is_grad_enabled() and not managed_elsewhere():
+        unused = self._has_modules and self._region_calls == calls_before
+        if unused and torch.is_grad_enabled() and not managed_elsewhere():
             self._warn_once(
                 "unused",
                 f"A forward of {original_class(type(module)).__name__} called no region of its plan, as when a part of it is compiled or "
@@ -212,6 +214,7 @@ class Executor:
         return run_region(call, *args, keywords=keywords, policy=HOLD, check=self._check)
 
     def _choice(self, name: str) -> tuple[int, Choice]:
+        self._region_calls += 1
         count = self._counts.get(name, 0)
         self._counts[name] = count + 1
         root = max(self._root_call, 0)
