@@ -68,9 +68,9 @@ def test_is_compiler_setting():
 
     before = set(contextvars.copy_context())
     with config.patch(verbose=True):
-        names = [variable.name for variable in set(contextvars.copy_context()) - before]
-    assert "verbose" in names or torch.__version__ < "2.12"
-    assert all(map(compiler_internals.is_compiler_setting, names))
+        bound = contextvars.copy_context()
+    assert "verbose" in {variable.name for variable in bound} or torch.__version__ < "2.12"
+    assert all(compiler_internals.is_compiler_setting(variable.name) for variable in bound if variable not in before)
     assert not compiler_internals.is_compiler_setting("COLLECTOR")
 
 
