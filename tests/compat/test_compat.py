@@ -1212,6 +1212,18 @@ def test_weak_tensor():
     assert reference() is None
 
 
+def test_hooks_of_modules_and_tensors():
+    module, hook = torch.nn.Linear(2, 2), lambda *_: None
+    module.register_forward_pre_hook(hook)
+    module.register_forward_hook(hook)
+    module.register_full_backward_pre_hook(hook)
+    module.register_full_backward_hook(hook)
+    assert hook_internals.forward_hooks(module) == hook_internals.backward_hooks(module) == [hook, hook]
+    assert hook_internals.hooks_of_tensor(module.weight) == []
+    module.weight.register_hook(hook)
+    assert hook_internals.hooks_of_tensor(module.weight) == [hook]
+
+
 def test_sparse_parts():
     dense = torch.eye(3)
     for layout, count in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
@@ -1219,6 +1231,8 @@ def test_sparse_parts():
             warnings.simplefilter("ignore")
             assert len(internals.sparse_parts(dense.to_sparse(layout=layout))) == count
     assert internals.sparse_parts(dense) == []
+    jagged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    assert [part.tolist() for part in internals.sparse_parts(jagged)] == [[0, 2, 5], [[1.0] * 4] * 5]
 
 
 def test_memory_of():
