@@ -1212,13 +1212,26 @@ def test_weak_tensor():
     assert reference() is None
 
 
-def test_hooks_of_modules_and_tensors():
+def hooked(register):
+    """A linear layer with a hook, and the hook."""
     module, hook = torch.nn.Linear(2, 2), lambda *_: None
-    module.register_forward_pre_hook(hook)
-    module.register_forward_hook(hook)
-    module.register_full_backward_pre_hook(hook)
-    module.register_full_backward_hook(hook)
-    assert hook_internals.forward_hooks(module) == hook_internals.backward_hooks(module) == [hook, hook]
+    for name in register:
+        getattr(module, name)(hook)
+    return module, hook
+
+
+def test_forward_hooks():
+    module, hook = hooked(["register_forward_pre_hook", "register_forward_hook"])
+    assert hook_internals.forward_hooks(module) == [hook, hook]
+
+
+def test_backward_hooks():
+    module, hook = hooked(["register_full_backward_pre_hook", "register_full_backward_hook"])
+    assert hook_internals.backward_hooks(module) == [hook, hook]
+
+
+def test_hooks_of_tensor():
+    module, hook = hooked([])
     assert hook_internals.hooks_of_tensor(module.weight) == []
     module.weight.register_hook(hook)
     assert hook_internals.hooks_of_tensor(module.weight) == [hook]
