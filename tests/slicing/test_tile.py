@@ -442,7 +442,7 @@ def test_a_function_that_asks_for_more_rows_than_a_slice_has_is_refused():
     """One and a half slices are tried, and not more: they take as much memory as a slice with what it saves."""
     rows = torch.randn(32, 2)
     with pytest.raises(
-        RegionError, match="of 12 rows along dim=0, the first 8 come out differently .* It looks at the number of rows"
+        RegionError, match=r"of 12 rows along dim=0, the first 8 come out differently .* It looks at the number of rows"
     ):
         retape.tile(lambda r: r * (2.0 if len(r) > 10 else 1.0), rows, tiles=4)
     lengths = Notes()
