@@ -333,7 +333,7 @@ def test_copies_of_the_wrapper_of_a_compiled_module_are_plain():
     assert module(3) == 4
     for made in (copy.deepcopy(module), copy.copy(module)):
         assert made(3) == 3
-    assert pickle.loads(pickle.dumps(compiler_internals.answer_in(vars(module)))) is None
+    assert pickle.loads(pickle.dumps(vars(module)[compiler_internals.CALL_FIELD])) is None
     torch.compiler.reset()  # a frame without tensors is remembered as one to skip
 
 
@@ -362,23 +362,14 @@ def test_plain_call():
     assert compiler_internals.plain_call(module, 3) == 3
 
 
-def test_answer_in():
-    module = torch.nn.Identity()
-    assert compiler_internals.answer_in(vars(module)) is None
-    module.compile(backend="eager")
-    assert compiler_internals.answer_in(vars(module)) is None
-    compiler_internals.answer_calls(module, asked)
-    assert compiler_internals.answer_in(vars(module)) is not None
-
-
-def test_put_answer():
+def test_unanswered():
     module = torch.nn.Identity()
     compiler_internals.answer_calls(module, asked)
-    answered = compiler_internals.answer_in(vars(module))
-    compiler_internals.put_answer(vars(module), None)
-    assert module(3) == 3
-    compiler_internals.put_answer(vars(module), answered)
+    with compiler_internals.unanswered(vars(module)):
+        assert module(3) == 3
     assert module(3) == 4
+    with compiler_internals.unanswered({"other": 1}):
+        pass
 
 
 def test_is_compiled():
@@ -1303,6 +1294,31 @@ def test_weak_tensor():
     assert reference() is None
 
 
+def hooked(register):
+    """A linear layer with a hook, and the hook."""
+    module, hook = torch.nn.Linear(2, 2), lambda *_: None
+    for name in register:
+        getattr(module, name)(hook)
+    return module, hook
+
+
+def test_forward_hooks():
+    module, hook = hooked(["register_forward_pre_hook", "register_forward_hook"])
+    assert hook_internals.forward_hooks(module) == [hook, hook]
+
+
+def test_backward_hooks():
+    module, hook = hooked(["register_full_backward_pre_hook", "register_full_backward_hook"])
+    assert hook_internals.backward_hooks(module) == [hook, hook]
+
+
+def test_hooks_of_tensor():
+    module, hook = hooked([])
+    assert hook_internals.hooks_of_tensor(module.weight) == []
+    module.weight.register_hook(hook)
+    assert hook_internals.hooks_of_tensor(module.weight) == [hook]
+
+
 def test_sparse_parts():
     dense = torch.eye(3)
     for layout, count in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
@@ -1310,6 +1326,8 @@ def test_sparse_parts():
             warnings.simplefilter("ignore")
             assert len(internals.sparse_parts(dense.to_sparse(layout=layout))) == count
     assert internals.sparse_parts(dense) == []
+    jagged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    assert [part.tolist() for part in internals.sparse_parts(jagged)] == [[0, 2, 5], [[1.0] * 4] * 5]
 
 
 def test_memory_of():

@@ -1,7 +1,9 @@
 """`retape.keep`: what is recorded in the forward is what the re-run sees."""
 
 import itertools
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +39,33 @@ def test_plain_values(make):
 
     as_region(region, leaf()).sum().backward()
     assert seen.all == [make(1), make(1)]
+
+
+CHANGED = {
+    "list": (lambda: [0, 2, 1], lambda value: value.reverse()),
+    "nested": (lambda: ([[0, 2]], 1), lambda value: value[0][0].pop()),
+    "set": (lambda: {1, 2}, lambda value: value.pop()),
+    "counter": (lambda: Counter("aab"), lambda value: value.update("a")),
+    "array": (lambda: np.arange(3), lambda value: value.fill(7)),
+    "bytes": (lambda: bytearray(b"ab"), lambda value: value.pop()),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_values_that_the_region_changes(kind):
+    make, change = CHANGED[kind]
+    seen = Notes()
+
+    def region(a):
+        value = retape.keep(make())
+        seen(repr(value))
+        change(value)
+        return a.sin().cos()
+
+    y = as_region(region, leaf()).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen.all == [repr(make())] * 3
 
 
 def boxes():

@@ -205,3 +205,47 @@ def test_what_is_large_is_not_kept():
     other = x.detach().clone().requires_grad_()
     function(other).sum().backward()
     assert torch.equal(x.grad, other.grad)
+
+
+def reversed_order(x, order):
+    rows = order.tolist()
+    rows.reverse()
+    return rows
+
+
+def counted_up(x, order):
+    rows = order.tolist()
+    rows[0] += 1
+    return rows
+
+
+def popped(x, order):
+    """As a dispatch to experts takes sizes."""
+    sizes, found = order.tolist(), []
+    while sizes:
+        found.append(sizes.pop(0))
+    return found
+
+
+def popped_inside(x, order):
+    pairs = torch.stack([order, order + 1], 1).tolist()
+    return [pair.pop() % 4 for pair in pairs]
+
+
+@pytest.mark.parametrize("rows", [reversed_order, counted_up, popped, popped_inside])
+def test_a_list_that_the_region_changes_is_not_the_recorded_one(rows):
+    def case(call):
+        torch.manual_seed(0)
+        weights, order, x = [torch.randn(8, 8) for _ in range(4)], torch.tensor([0, 2, 1]), leaf(4, 8)
+
+        def region(x):
+            for row in rows(x, order):
+                x = torch.tanh(x @ weights[row])
+            return x
+
+        loss = call(region, x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()  # and so in each later re-run
+        return x.grad
+
+    same_as_plain(case)

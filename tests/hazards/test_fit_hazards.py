@@ -17,7 +17,7 @@ import retape
 from retape.core.problem import OptionKind
 from retape.errors import InvalidInput
 from support.blocks import MlpBlock, Stack, mean_square
-from support.comparing import assert_equal, loss_and_gradients, seed
+from support.comparing import Notes, assert_equal, loss_and_gradients, seed
 from support.fits import fit, model_of, regions_run, tightest, trained
 
 
@@ -57,12 +57,13 @@ class Bomb:
     """A step that raises in its n-th call, after the forward or in the backward."""
 
     def __init__(self, error, at, late):
-        self.error, self.at, self.late, self.calls = error, at, late, 0
+        self.error, self.at, self.late = error, at, late
+        self.notes = Notes()  # which the fit does not put back
 
     def __call__(self, model, batch):
-        self.calls += 1
+        call = self.notes()
         loss = model(batch)
-        if self.calls == self.at:
+        if call == self.at:
             if not self.late:
                 raise self.error
             loss.register_hook(self.explode)
@@ -84,7 +85,7 @@ def test_an_interruption_leaves_the_model_as_it_was(error, at, late):
     bomb = Bomb(error, at, late)
     with pytest.raises(type(error)):
         fit(model, BATCH, budget=0.6, step=bomb)
-    assert bomb.calls == at
+    assert len(bomb.notes.all) == at
     assert torch.equal(stream, torch.get_rng_state())
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
     assert model.blocks[0].up.weight.grad.eq(1).all()

@@ -31,7 +31,7 @@ class Growing(nn.Module):
         return self.last
 
 
-def hooked():
+def with_hook():
     inner, norm = Growing(), nn.BatchNorm1d(8)
     inner.linear.register_forward_hook(lambda module, args, out: norm(out))
     return inner
@@ -41,7 +41,7 @@ ADAPTERS = {
     "batch norm": lambda: nn.BatchNorm1d(8),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
     "growing": Growing,
-    "with a hook": hooked,
+    "with a hook": with_hook,
 }
 
 
@@ -225,7 +225,7 @@ def test_the_hook_of_a_trainer_whose_model_changes_its_place():
         trainer.model = nn.Sequential(*reversed(trainer.model))
 
 
-class Counting:
+class CountingAdapter:
     """Hooks that bind fields of their object without an assignment to an attribute."""
 
     def __init__(self):
@@ -249,7 +249,7 @@ class Counting:
 def test_a_hook_that_names_its_fields_as_strings(name, way):
     def case(call):
         torch.manual_seed(1)
-        block, x, counting = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), leaf(3, 4), Counting()
+        block, x, counting = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), leaf(3, 4), CountingAdapter()
         block[0].register_forward_hook(getattr(counting, name))
         for _ in range(3):
             call(block, x).sum().backward()

@@ -1,9 +1,13 @@
 """Steps that retape runs itself, in `fit` and in `verify`, leave no trace: whatever a step changes is afterwards as before."""
 
+import contextvars
+import queue
 import random
+import threading
 import weakref
 from array import array
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ from torch import nn
 import retape
 from retape.errors import InvalidInput
 from support.blocks import square
-from support.comparing import assign
+from support.comparing import Notes, assign
 
 
 def in_fit(model, batch, step=square, **options):
@@ -351,17 +355,17 @@ def test_a_leaf_that_only_the_graph_leads_to(run):
 
 @BOTH
 def test_a_leaf_that_the_step_makes_is_not_kept(run):
-    made = []
+    made = Notes()
 
     class Own(nn.Module):
         def forward(self, x):
             leaf = x.detach().clone().requires_grad_()
-            made.append(weakref.ref(leaf))
+            made(weakref.ref(leaf))
             return leaf
 
     run(nn.Sequential(Own(), *blocks()), batch_rows())
-    assert made
-    assert not any(leaf() is not None for leaf in made)
+    assert made.all
+    assert not any(leaf() is not None for leaf in made.all)
 
 
 @BOTH
@@ -418,3 +422,241 @@ def test_the_state_of_a_communication_hook(run):
         assert state.iter == 1
     finally:
         dist.destroy_process_group()
+
+
+# --- what is in no field of the model: globals, classes, closures, hooks -----------------------------------------------------
+
+COUNT, LOG, TABLE, TOTAL, REBOUND = 0, [], {}, torch.zeros(3), torch.zeros(3)
+VARIABLE = contextvars.ContextVar("variable", default=0)
+LOCAL = threading.local()
+LOCAL.count = 0
+
+
+@dataclass
+class StepSettings:
+    temperature: float = 1.0
+
+
+SETTINGS = StepSettings()
+
+
+class Other:
+    count = 0
+
+
+class Tallied(nn.Module):
+    count, log = 0, []
+
+
+def remembering(log=[], *, table={}):  # noqa: B006 - a default that changes
+    log.append(1)
+    table["calls"] = len(log)
+
+
+def counting_helper():
+    counting_helper.calls += 1
+
+
+counting_helper.calls = 0
+
+
+def bind_globals():
+    global COUNT, REBOUND
+    COUNT, REBOUND = COUNT + 1, REBOUND + 1
+
+
+def add_up():
+    TOTAL.add_(1)
+
+
+def in_threads():
+    LOCAL.count += 1
+
+
+def in_a_context():
+    VARIABLE.set(VARIABLE.get() + 1)
+
+
+def cool():
+    SETTINGS.temperature *= 0.9
+
+
+def count_in_classes():
+    Other.count += 1
+    Tallied.count += 1
+    Tallied.log.append(1)
+
+
+EFFECTS = {
+    "globals": (bind_globals, lambda: (COUNT, REBOUND.tolist())),
+    "a list": (lambda: LOG.append(1), lambda: list(LOG)),
+    "a dict": (lambda: TABLE.update(calls=TABLE.get("calls", 0) + 1), lambda: dict(TABLE)),
+    "a tensor": (add_up, TOTAL.tolist),
+    "an object": (cool, lambda: SETTINGS.temperature),
+    "classes": (count_in_classes, lambda: (Other.count, Tallied.count, list(Tallied.log))),
+    "defaults": (remembering, lambda: repr((remembering.__defaults__, remembering.__kwdefaults__))),
+    "a function": (counting_helper, lambda: counting_helper.calls),
+    "a thread": (in_threads, lambda: LOCAL.count),
+    "a context": (in_a_context, VARIABLE.get),
+}
+
+
+def through_a_forward(effect):
+    model = blocks()
+    before = model[0].forward
+    model[0].forward = lambda x: (effect(), before(x))[1]
+    return model
+
+
+def through_a_hook(effect):
+    model = blocks()
+    model[1].register_forward_hook(lambda *_: effect())
+    return model
+
+
+def through_a_backward_hook(effect):
+    model = blocks()
+    model[1].register_full_backward_hook(lambda *_: effect())
+    return model
+
+
+def through_a_hook_of_a_weight(effect):
+    model = blocks()
+    model[1].up.weight.register_hook(lambda _: effect())
+    return model
+
+
+WAYS = {
+    "forward": lambda effect: (through_a_forward(effect), square),
+    "hook": lambda effect: (through_a_hook(effect), square),
+    "backward hook": lambda effect: (through_a_backward_hook(effect), square),
+    "hook of a weight": lambda effect: (through_a_hook_of_a_weight(effect), square),
+    "step": lambda effect: (blocks(), lambda model, batch: (effect(), square(model, batch))[1]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", EFFECTS)
+def test_state_outside_the_model(run, kind, way):
+    effect, state = EFFECTS[kind]
+    model, step = WAYS[way](effect)
+    before = state()
+    run(model, batch_rows(), step)
+    assert state() == before
+    step(model, batch_rows()).backward()
+    assert state() != before  # as in training
+
+
+class Meter:
+    """An object with a hook, as calibration has it, and a trainer with a step."""
+
+    def __init__(self):
+        self.calls, self.log, self.largest, self.rows, self.table = 0, [], torch.zeros(()), torch.zeros(8, 16), {}
+
+    def hook(self, module, given, out):
+        self.note(out)
+
+    def __call__(self, module, given, out):
+        self.note(out)
+
+    def note(self, out):
+        self.calls += 1
+        self.log.append(out.detach().mean().item())
+        self.largest = torch.maximum(self.largest, out.detach().abs().amax())
+        self.rows[self.calls % 8] = out.detach()[0]
+        self.table["calls"] = self.calls
+
+    def step(self, model, batch):
+        out = model(batch)
+        self.note(out)
+        return out.square().mean()
+
+
+def seen_by(meter):
+    return repr(vars(meter))
+
+
+@BOTH
+@pytest.mark.parametrize("hook", [lambda meter: meter, lambda meter: meter.hook], ids=["object", "method"])
+def test_objects_of_hooks(run, hook):
+    model, meter = blocks(), Meter()
+    model[0].register_forward_hook(hook(meter))
+    before = seen_by(meter)
+    run(model, batch_rows())
+    assert seen_by(meter) == before
+
+
+@BOTH
+@pytest.mark.parametrize("step", [lambda meter: meter.step, lambda meter: lambda m, b: (meter.step(m, b), 0)[0]])
+def test_the_object_of_a_step(run, step):
+    meter = Meter()
+    before = seen_by(meter)
+    run(blocks(), batch_rows(), step(meter))
+    assert seen_by(meter) == before
+
+
+@BOTH
+def test_variables_that_hooks_and_an_assigned_forward_bind(run):
+    model, calls, total = blocks(), 0, torch.zeros(())
+    before = model[0].forward
+
+    def hook(module, given, out):
+        nonlocal calls, total
+        calls, total = calls + 1, total + out.detach().sum()
+
+    def forward(x):
+        nonlocal calls
+        calls += 1
+        return before(x)
+
+    model[0].forward = forward
+    model[1].register_forward_hook(hook)
+    kept = total
+    run(model, batch_rows())
+    assert calls == 0
+    assert total is kept
+
+
+@BOTH
+def test_a_tensor_with_a_history_stays_the_same_object(run):
+    """As losses that are collected until the end of a step."""
+    collected, model = [], blocks()
+    model[0].register_forward_hook(lambda module, given, out: collected.append(out.mean()))
+    collected.append(torch.ones(3, requires_grad=True) * 2)
+    found = collected[0]
+    run(model, batch_rows())
+    assert len(collected) == 1
+    assert collected[0] is found
+
+
+class Samples:
+    """A data set, of which a step reads one sample."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def first(self):
+        return self.tensors[0][0]
+
+
+def test_a_large_data_set_is_not_copied():
+    """A write to it is an error, as to a weight that is not copied."""
+    samples = Samples([torch.empty(1 << 20, 16) for _ in range(2)])  # 64 MiB each, and no memory until it is written to
+
+    def step(model, batch):
+        samples.tensors[1][0] = 0
+        return square(model, batch + samples.first().mean())
+
+    with pytest.raises(
+        InvalidInput, match=r"The step changed tensor 1 in closures, globals and hooks, of shape \(1048576, 16\)"
+    ):
+        in_fit(blocks(), batch_rows(), step)
+
+
+@BOTH
+def test_what_other_threads_use_is_left_alone(run):
+    waiting, model = queue.Queue(), blocks()
+    model[0].register_forward_hook(lambda *_: waiting.put(1))
+    run(model, batch_rows())
+    assert waiting.qsize() > 0

@@ -29,6 +29,7 @@ from retape.integrations import first_step
 from retape.integrations.first_step import FittedSteps
 from retape.integrations.huggingface import FitCallback
 from retape.torch.planning.attach import is_attached
+from support.comparing import Notes
 from support.models import small_llama
 
 # Warnings of Transformers and accelerate about their own settings.
@@ -118,15 +119,13 @@ def test_what_counts_as_larger():
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_an_error_while_the_live_budget_learns_leaves_the_model_as_it_was(failing, monkeypatch):
-    model, batch, learned = small_llama(use_cache=False), tokens(4, 24), 0
+    model, batch, learned = small_llama(use_cache=False), tokens(4, 24), Notes()
     before, steps, live = state_of(model), FittedSteps(0.9, progress=False), []
     made = first_step.Adaptive
     monkeypatch.setattr(first_step, "Adaptive", lambda *given: live.append(made(*given)) or live[0])
 
     def compute(model, batch):
-        nonlocal learned
-        learned += bool(live)
-        if learned == failing:
+        if live and learned() == failing:
             raise ValueError("an error of the user's")
         return model(**batch).loss
 

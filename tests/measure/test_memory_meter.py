@@ -155,11 +155,15 @@ def test_one_tracker_inside_another_is_refused():
 
 def test_background_trackers_end_when_another_starts():
     ended = []
-    BACKGROUND_TRACKERS.append(lambda: ended.append(True))
+
+    def end():
+        ended.append(True)
+
+    BACKGROUND_TRACKERS.append(end)
     try:
         retape.measure(lambda: None)
     finally:
-        BACKGROUND_TRACKERS.pop()
+        BACKGROUND_TRACKERS.remove(end)
     assert ended == [True]
 
 

@@ -39,7 +39,7 @@ def test_while_the_block_runs_and_no_longer(block, slices):
     with running_in_tiles(block, ("mlp",), 3):
         block(x)
         assert isinstance(block.mlp, nn.Sequential)
-    assert set(slices) <= {4, 1, 2}, "slices, and what is asked about a few rows first"
+    assert set(slices) <= {4, 1, 2, 6}, "slices, and what is asked about a few rows first"
     slices.clear()
     block(x)
     assert slices == [12]

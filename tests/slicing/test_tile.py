@@ -438,6 +438,19 @@ def test_a_function_that_mixes_rows_is_refused(fn, tiles):
             retape.tile(fn, x, tiles=tiles)
 
 
+def test_a_function_that_asks_for_more_rows_than_a_slice_has_is_refused():
+    """One and a half slices are tried, and not more: they take as much memory as a slice with what it saves."""
+    rows = torch.randn(32, 2)
+    with pytest.raises(
+        RegionError, match=r"of 12 rows along dim=0, the first 8 come out differently .* It looks at the number of rows"
+    ):
+        retape.tile(lambda r: r * (2.0 if len(r) > 10 else 1.0), rows, tiles=4)
+    lengths = Notes()
+    for _ in range(2):
+        retape.tile(lambda r: (lengths(len(r)), r * 2)[1], rows, tiles=4)
+    assert lengths.all == [8, 8, 8, 4, 12, 8, 8, 8] + [8] * 4, "once, and nothing in later calls"
+
+
 def test_mixing_shows_where_all_rows_are_equal():
     with pytest.raises(RegionError, match="does not treat rows independently"):
         retape.tile(lambda r: r.softmax(0), torch.ones(8, 2), tiles=2)

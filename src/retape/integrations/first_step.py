@@ -31,7 +31,7 @@ from retape.integrations.trainer_state import (
 )
 from retape.torch.adaptive.manager import Adaptive
 from retape.torch.adaptive.tuning import AdaptiveTuning
-from retape.torch.measure.sandbox import InitialGradients, sandboxed
+from retape.torch.measure.sandbox import InitialGradients, in_own_context, sandboxed
 from retape.torch.measure.step_function import StepFunction
 from retape.torch.planning.attach import unwrapped
 
@@ -145,11 +145,15 @@ class FittedSteps:
         live = Adaptive(unwrapped(model), Budget.of(fitted.record.budget_bytes))
         try:
             with sandboxed(model, batch, step, optimizer, gradients=InitialGradients.NONE) as sandbox:
-                for number in range(AdaptiveTuning().first_measured_steps):
-                    sandbox.rewind(last if number else InitialGradients.NONE)
+
+                def run_step() -> None:
                     loss = step(model, batch)
                     sandbox.add_leaves(loss)  # those of the step function too: their gradients are restored
                     loss.backward()
+
+                for number in range(AdaptiveTuning().first_measured_steps):
+                    sandbox.rewind(last if number else InitialGradients.NONE)
+                    in_own_context(run_step)
                 self._other_reruns = fitted.regions_run + live.stats().reruns
         except BaseException:
             live.remove()

@@ -149,7 +149,12 @@ def sizes_of(batch: Any) -> list[TensorSize]:
     else:
         named = [("", leaf) for leaf in pytree.tree_leaves(batch)]
     tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
-    return [TensorSize(tuple(leaf.shape), "mask" in name and bool(leaf.all())) for name, leaf in tensors]
+    return [TensorSize(_sides_of(leaf), "mask" in name and bool(leaf.all())) for name, leaf in tensors]
+
+
+def _sides_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor; of a nested one, whose rows differ, the number of its elements."""
+    return (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
 
 
 def masks_nothing(batch: Any) -> bool:

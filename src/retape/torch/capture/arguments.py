@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from retape.torch.capture.holders.values import ATOMS, WEAK_PROXIES
+from retape.torch.compat import internals
 
 # --- templates ----------------------------------------------------------------------------------------------------------
 
@@ -260,7 +261,9 @@ def signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Signature
 
 
 def _note(value: Any, found: list[Any]) -> None:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_nested:
+        found.append(_look_into(value))
+    elif isinstance(value, Tensor):
         # Strides too: another layout runs other kernels, and may need copies.
         strides = value.stride() if value.layout is torch.strided else value.layout
         found.append((tuple(value.shape), value.dtype, value.device, strides))
@@ -273,6 +276,22 @@ def _note(value: Any, found: list[Any]) -> None:
             _note(item, found)
     elif value is None or isinstance(value, (bool, int, float, str)):
         found.append(value)
+
+
+def _look_into(nested: Any) -> tuple[Any, ...]:
+    """Return what a signature has of a nested tensor: its elements as a shape, its even sides, and its offsets or lengths.
+
+    Those on a device are not read, which would wait for it: there the number of elements tells batches apart.
+    """
+    even: tuple[int, ...] = ()
+    with internals.unobserved(), torch.no_grad():
+        if nested.layout is torch.jagged:
+            rows: Any = nested.offsets() if nested.lengths() is None else nested.lengths()
+            lengths = tuple(rows.tolist()) if rows.device.type == "cpu" else (len(rows),)
+            even = tuple([side for side in nested.shape if type(side) is int])
+        else:
+            lengths = tuple([tuple(row.shape) for row in nested.unbind()])
+    return ((int(nested.numel()),), nested.dtype, nested.device, nested.layout, even, lengths)
 
 
 def weights_signature(module: nn.Module) -> Signature:

@@ -56,7 +56,7 @@ class Decisions:
 
     def record(self, name: str, out: Any) -> None:
         if name in _READS:
-            self.entries.append((name, [out]))
+            self.entries.append((name, [_copied(out)]))
             return
         leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         with internals.unobserved():
@@ -65,6 +65,13 @@ class Decisions:
     def _is_kept(self, leaf: Tensor) -> bool:
         counts = not (leaf.is_floating_point() or leaf.is_complex())
         return counts and _is_plain(leaf) and leaf.nbytes <= self._limit_bytes
+
+
+def _copied(value: Any) -> Any:
+    """Return what a read has given; of the list of `tolist`, and the lists in it, a copy, since code may change them."""
+    if type(value) is not list:
+        return value
+    return list(map(_copied, value)) if value and type(value[0]) is list else value.copy()
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -118,7 +125,7 @@ class Repeating(TransparentMode):
             self._follows = False
             return out
         if name in _READS:
-            return kept[0]
+            return _copied(kept[0])
         leaves, tree = pytree.tree_flatten(out)
         if len(kept) != sum(isinstance(leaf, Tensor) for leaf in leaves) or not self._was_run():
             return out

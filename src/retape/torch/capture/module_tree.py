@@ -192,13 +192,15 @@ class TreeLayout:
         # The field number of the `training` flag, and the held numbers of the buffers.
         self.statistics: list[tuple[int, list[int]]] = []
         self.renormalised: list[int] = []
+        flags = {owner: number for number, (owner, key) in enumerate(self.field_places) if key == "training"}
+        held: dict[int, list[int]] = {}  # by the number of the dict
+        for number, (part, _) in enumerate(self.held_places):
+            held.setdefault(part, []).append(number)
         for owner, module in enumerate(modules):
-            if isinstance(module, internals.NORMS) and (owner, "training") in self.field_places:
-                buffers = [n for n, (part, _) in enumerate(self.held_places) if part == len(HELD) * owner]
-                self.statistics.append((self.field_places.index((owner, "training")), buffers))
+            if isinstance(module, internals.NORMS) and owner in flags:
+                self.statistics.append((flags[owner], held.get(len(HELD) * owner, [])))
             if module.__dict__.get("max_norm") is not None:
-                part = len(HELD) * owner + HELD.index("_parameters")
-                self.renormalised += [n for n, (other, _) in enumerate(self.held_places) if other == part]
+                self.renormalised += held.get(len(HELD) * owner + HELD.index("_parameters"), [])
 
     def look(self, fields: list[dict[str, Any]]) -> list[Any] | None:
         """Return the values of the relevant fields, objects left out, or None if the modules have other fields."""

@@ -54,7 +54,7 @@ def leave_calls(module: nn.Module) -> None:
     """Undo `answer_calls`."""
     fields = vars(module)
     if is_answered(module):
-        put_answer(fields, fields[CALL_FIELD].compiled)
+        _put_call(fields, fields[CALL_FIELD].compiled)
 
 
 def is_answered(module: nn.Module) -> bool:
@@ -62,14 +62,21 @@ def is_answered(module: nn.Module) -> bool:
     return type(vars(module).get(CALL_FIELD)) is AnsweredCall
 
 
-def answer_in(fields: dict[Any, Any]) -> AnsweredCall | None:
-    """Return what `answer_calls` has put into the fields of a module."""
-    found = dict.get(fields, CALL_FIELD)
-    return found if type(found) is AnsweredCall else None
+@contextmanager
+def unanswered(fields: dict[Any, Any]) -> Iterator[None]:
+    """Show the fields of a module, or another dict, as they are without `answer_calls`, which holds again afterwards."""
+    answered = dict.get(fields, CALL_FIELD)
+    if type(answered) is not AnsweredCall:
+        yield
+        return
+    _put_call(fields, answered.compiled)
+    try:
+        yield
+    finally:
+        _put_call(fields, answered)
 
 
-def put_answer(fields: dict[Any, Any], value: Any) -> None:
-    """Put a value in the place of what `answer_calls` has put there; None is for no value."""
+def _put_call(fields: dict[Any, Any], value: Any) -> None:
     if value is None:
         fields.pop(CALL_FIELD, None)
     else:

@@ -62,6 +62,21 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    """Return the hooks that `register_hook` has put on a tensor."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def backward_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks of a module that run in backward."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def forward_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks of a module that run before and after its forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call `hook` in backward, when the gradient of a tensor is known; of a leaf, which would keep the hook, it is not called.
 

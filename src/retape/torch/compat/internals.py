@@ -188,7 +188,7 @@ def waiting_frame(thread: int | None) -> Any:
 
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the index and value tensors of a sparse tensor; none for other layouts."""
+    """Return the index and value tensors of a sparse tensor, offsets and values of a jagged one; none for other layouts."""
     if tensor.layout is torch.strided:
         return []
     with unobserved(), torch.no_grad():
@@ -198,7 +198,7 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
             return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
         if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
             return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-        return []
+        return [tensor._offsets, tensor._values] if tensor.layout is torch.jagged else []  # type: ignore[attr-defined, list-item]
 
 
 def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:

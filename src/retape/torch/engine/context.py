@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -65,7 +70,7 @@ class RegionRun:
                 "Keep the value that decides how often it is called, too."
             )
         self._cursor += 1
-        return pytree.tree_map_only(_KeptTensor, lambda kept: kept.again(self.region.name), recorded[self._cursor - 1])
+        return pytree.tree_map(partial(_again, self.region.name), recorded[self._cursor - 1])
 
     def on_question(self) -> None:
         """The function asks whether it is run again."""
@@ -73,8 +78,22 @@ class RegionRun:
 
 def record(kept: list[Any], value: Any) -> Any:
     """Append what `keep` was given in a first run, and return it."""
-    kept.append(pytree.tree_map_only(Tensor, _KeptTensor, value))
+    kept.append(pytree.tree_map(_kept, value))
     return value
+
+
+def _kept(leaf: Any) -> Any:
+    """Return what is recorded of a leaf; of a container a copy, since code may change it afterwards."""
+    return _KeptTensor(leaf) if isinstance(leaf, Tensor) else copy(leaf) if isinstance(leaf, _CHANGEABLE) else leaf
+
+
+def _again(name: str, leaf: Any) -> Any:
+    """Return a leaf of what was recorded, for a re-run of the region with this name, which may change it too."""
+    return leaf.again(name) if isinstance(leaf, _KeptTensor) else copy(leaf) if isinstance(leaf, _CHANGEABLE) else leaf
+
+
+# Besides lists and dicts themselves, which `tree_map` makes anew.
+_CHANGEABLE = (list, dict, set, deque, bytearray, array, np.ndarray)
 
 
 class _KeptTensor:

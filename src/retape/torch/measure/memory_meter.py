@@ -111,7 +111,23 @@ _START, _END = "start", "end"
 
 
 # Callbacks that end trackers running in the background before another starts: PyTorch's profiler runs only once at a time.
-BACKGROUND_TRACKERS: list[Callable[[], None]] = []
+class BackgroundTrackers:
+    """Functions that end background trackers. A list would be put back after a measured step that reaches it."""
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], None]] = []
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        return iter(self._ends)
+
+    def append(self, end: Callable[[], None]) -> None:
+        self._ends.append(end)
+
+    def remove(self, end: Callable[[], None]) -> None:
+        self._ends.remove(end)
+
+
+BACKGROUND_TRACKERS = BackgroundTrackers()
 
 
 @contextmanager

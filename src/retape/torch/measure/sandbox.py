@@ -1,10 +1,11 @@
 """Steps that leave no trace: afterwards the model, the batch, gradients and random streams are as before.
 
-Restored before each step and at the end: fields of modules and the containers in them, buffers and other tensors, generators, and
-`.grad` of every leaf that a step reaches. Weights are not copied, except those that a forward or a hook may write to; a step that
+Restored before each step and at the end: fields of modules and the containers in them, buffers and other tensors, generators,
+`.grad` of every leaf that a step reaches, and what hooks, functions and classes hold (`captured`).
+Weights are not copied, except those that a forward or a hook may write to; a step that
 changes another one is an error. Optimizers that run in backward, as post-accumulate-grad hooks, are off meanwhile.
 
-Regions restore far less, and at every re-run: see `capture`. Here the whole model is saved once, by a walk (`reachable`).
+Fields are found by a walk of its own (`reachable`), which names them, and follows also large arrays and states of optimizers.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from enum import Enum, auto
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,13 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.torch.capture import rng
 from retape.torch.compat import compiler_internals, fsdp_internals, hook_internals, internals
+from retape.torch.measure.captured import CapturedState
 from retape.torch.measure.reachable import NamedValue, Reachable, Role, is_array, keyed, slots_of
 from retape.torch.measure.tuning import TUNING
 
 _PLAIN = (Tensor, nn.Parameter)
 _ABSENT = object()
+_Result = TypeVar("_Result")
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 
 
@@ -57,9 +61,13 @@ class Sandbox:
         self._leaves: dict[int, _Leaf] = {}
         self._optimizers: list[hook_internals.HeldBack] = []
         copied = _written_parameters(reach)
-        self._tensors = [_save_tensor(each, copied) for each in reach.tensors if _is_saved(each)]
-        self._generators = [name for name, _ in reach.generators]
-        self._draws = rng.capture([generator for _, generator in reach.generators])
+        saved = [each for each in reach.tensors if _is_saved(each)]
+        self._tensors = [_save_tensor(each, copied) for each in saved]
+        known = {id(each.value) for each in saved}
+        self._tensors += _save_captured([each for each in self._captured.tensors if id(each) not in known])
+        generators = reach.generators + self._captured_generators(reach)
+        self._generators = [name for name, _ in generators]
+        self._draws = rng.capture([generator for _, generator in generators])
         for name, tensor, _ in reach.tensors:
             if tensor.is_leaf and tensor.requires_grad:
                 self._add_leaf(name, tensor)
@@ -74,11 +82,19 @@ class Sandbox:
         reach.walk("step", step, Role.SEARCHED)
         self._fields: list[SavedContainer] = [save_container(name, container) for name, container in reach.containers]
         self._fields += [_SavedSlots(name, value) for name, value in reach.objects]
+        modules, tensors = [module for _, module in reach.modules], [each.value for each in reach.tensors]
+        self._captured = CapturedState(modules, tensors, step)
         return reach
+
+    def _captured_generators(self, reach: Reachable) -> list[tuple[str, Any]]:
+        known = {id(generator) for _, generator in reach.generators}
+        found = [each for each in self._captured.generators if id(each) not in known]
+        return [(f"{number} behind functions", each) for number, each in enumerate(found)]
 
     def rewind(self, gradients: InitialGradients | None = None) -> None:
         """Restore everything to the start, with gradients of the weights zero or None, by default as the sandbox was made with."""
         lost, gradients = self._restore(), gradients or self._gradients
+        self._captured.enter()
         with torch.no_grad():
             for leaf in self._leaves.values():
                 leaf.reset(gradients)
@@ -99,15 +115,18 @@ class Sandbox:
         return lost
 
     def _restore(self) -> list[str]:
+        self._restore_fields()
+        return [each.name for each in self._tensors if not each.restore()]
+
+    def _restore_fields(self) -> None:
+        self._captured.leave()
         for fields in self._fields:
             fields.restore()
-        return [each.name for each in self._tensors if not each.restore()]
 
     @contextmanager
     def kept_changes(self) -> Iterator[None]:
         """Change fields of the model for good: changes made inside are not undone."""
-        for fields in self._fields:
-            fields.restore()
+        self._restore_fields()
         yield
         self._save_fields()
 
@@ -210,6 +229,11 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
     return leaves
 
 
+def in_own_context(run: Callable[[], _Result]) -> _Result:
+    """Run a step, or a part of one, such that context variables that it sets are as before when it has returned."""
+    return copy_context().run(run)
+
+
 def _is_saved(found: NamedValue) -> bool:
     """True if a tensor belongs to the model and can change; inference tensors have no version, and steps cannot write to them."""
     return not found.value.is_inference() and (found.role is not Role.SEARCHED or found.value.requires_grad)
@@ -223,6 +247,22 @@ def _save_tensor(found: NamedValue, written: set[int]) -> _SavedTensor:
         most = TUNING.small_parameter_bytes if type(tensor) is nn.Parameter else 0
     copied = role is Role.BUFFER or id(tensor) in written or size <= most
     return _SavedTensor(name, tensor, copied=copied)
+
+
+def _save_captured(tensors: list[Tensor]) -> list[_SavedTensor]:
+    """Save tensors behind functions: copies of the smallest, so that a data set among them is not copied."""
+    saved, total_bytes = [], 0
+    found = {id(tensor): tensor for tensor in tensors if not tensor.is_inference()}
+    for number, tensor in enumerate(sorted(found.values(), key=_bytes_of)):
+        total_bytes += _bytes_of(tensor)
+        copied = total_bytes <= TUNING.captured_bytes and number < TUNING.captured_tensors
+        name = f"tensor {number} in closures, globals and hooks, of shape {tuple(tensor.shape)}"
+        saved.append(_SavedTensor(name, tensor, copied=copied))
+    return saved
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else TUNING.captured_bytes + 1
 
 
 def _written_parameters(reach: Reachable) -> set[int]:
@@ -312,26 +352,12 @@ def save_container(name: str, container: Any) -> SavedContainer:
     return _SavedArray(name, container)
 
 
-@contextmanager
-def _unanswered(fields: dict[Any, Any]) -> Iterator[None]:
-    """Take what answers the calls of a module out of its fields meanwhile: it is attached and detached between steps."""
-    answered = compiler_internals.answer_in(fields)
-    if answered is None:
-        yield
-        return
-    compiler_internals.put_answer(fields, answered.compiled)
-    try:
-        yield
-    finally:
-        compiler_internals.put_answer(fields, answered)
-
-
 class _SavedDict:
     __slots__ = ("_keys", "_live", "_saved_values", "name")
 
     def __init__(self, name: str, live: dict[Any, Any]) -> None:
         self.name, self._live = name, live
-        with _unanswered(live):
+        with compiler_internals.unanswered(live):
             self._keys, self._saved_values = tuple(live), tuple(live.values())
 
     def _is_same(self) -> bool:
@@ -343,7 +369,7 @@ class _SavedDict:
         )
 
     def changes(self) -> Iterator[tuple[str, Any]]:
-        with _unanswered(self._live):
+        with compiler_internals.unanswered(self._live):
             yield from self._changes()
 
     def _changes(self) -> Iterator[tuple[str, Any]]:
@@ -357,7 +383,7 @@ class _SavedDict:
                 yield keyed(self.name, None if numbered else key, position), (None if now is _ABSENT else now)
 
     def restore(self) -> None:
-        with _unanswered(self._live):
+        with compiler_internals.unanswered(self._live):
             self._restore()
 
     def _restore(self) -> None:

@@ -118,12 +118,12 @@ def refuse_fake_tensors(model: nn.Module, batch: Any) -> None:
 
 
 def length_of(batch: Any) -> int:
-    """The second dimension of the first tensor in a batch that has one; 0 if none has."""
-    sizes = (leaf.shape[1] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1)
-    return next(sizes, 0)
+    """The second dimension of the first tensor in a batch that has one; 0 if none has. That of a nested tensor is no number."""
+    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_nested)
+    return next((leaf.shape[1] for leaf in leaves if leaf.dim() > 1), 0)
 
 
 def rows_of(batch: Any) -> int:
     """The first dimension of the first tensor in a batch that has one; 0 if none has."""
-    sizes = (leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    sizes = (leaf.size(0) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next(sizes, 0)

@@ -25,6 +25,9 @@ class MeasureTuning:
     compared_bytes: int = 1 << 20
     # Tensors and arrays in fields above this size are not copied: they are data sets rather than state.
     largest_copy_bytes: int = 256 << 20
+    # Bytes of tensors behind functions (globals, closures) that are copied, and how many: beyond that they are data sets.
+    captured_bytes: int = 64 << 20
+    captured_tensors: int = 4096
     # Norms of a gradient in two runs that count as equal, as a share: kernels that sum in another order each time differ by less.
     equal_norms: float = 1e-3
     # Sums of a gradient in two runs that count as equal, as a share of its norm: rounding of 16-bit values adds up to less, and a sum

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retape.core.errors import InvalidInput
 from retape.torch.capture.mutation import checksum, equal_bits
 from retape.torch.engine.context import plain_everywhere
-from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
+from retape.torch.measure.sandbox import InitialGradients, Sandbox, in_own_context, sandboxed
 from retape.torch.measure.step_function import (
     StepFunction,
     default_step,
@@ -76,13 +76,17 @@ def verify(model: nn.Module, batch: Any, *, step: StepFunction | None = None) ->
         refuse_other_arguments(model, batch)
     with sandboxed(model, batch, step, gradients=InitialGradients.NONE) as sandbox:
 
+        def run_step() -> tuple[Tensor, list[Tensor]]:
+            loss = scalar_loss(step or default_step, model, batch)
+            unnamed = sandbox.add_leaves(loss)
+            value = loss.detach().clone()
+            loss.backward()
+            return value, unnamed
+
         def run(context: AbstractContextManager[Any]) -> dict[str, Any]:
             sandbox.rewind()
             with context:
-                loss = scalar_loss(step or default_step, model, batch)
-                unnamed = sandbox.add_leaves(loss)
-                value = loss.detach().clone()
-                loss.backward()
+                value, unnamed = in_own_context(run_step)
             return {"loss": value} | _gradients(sandbox, unnamed) | _state(model, sandbox)
 
         first, second = run(plain_everywhere()), run(plain_everywhere())

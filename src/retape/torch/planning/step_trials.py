@@ -28,7 +28,7 @@ from retape.torch.measure.memory_meter import (
     synchronize,
     without_collection,
 )
-from retape.torch.measure.sandbox import InitialGradients, Sandbox, sandboxed
+from retape.torch.measure.sandbox import InitialGradients, Sandbox, in_own_context, sandboxed
 from retape.torch.measure.step_function import StepFunction, default_step, refuse_other_arguments, scalar_loss
 from retape.torch.measure.updates_in_backward import UpdatesInBackward, updates_in_backward
 from retape.torch.planning.attach import (
@@ -267,6 +267,9 @@ class StepTrials:
 
     def run_step(self, before_backward: Callable[[Tensor], object] = lambda loss: None) -> None:
         """Run one forward and backward."""
+        in_own_context(partial(self._run_step, before_backward))
+
+    def _run_step(self, before_backward: Callable[[Tensor], object]) -> None:
         loss = scalar_loss(self._step, self._model, self._batch)
         before_backward(loss)
         try:
@@ -298,7 +301,8 @@ class StepTrials:
         self.rewind()
         with unreduced(self._model), self.on_shorter():
             forward = partial(scalar_loss, self._step, self._model, self._batch)
-            found = self.attempted(partial(record, self.root, self._batch, forward))
+            recording = partial(record, self.root, self._batch, forward)
+            found = self.attempted(partial(in_own_context, recording))
         self.rewind()
         return found
 

@@ -3,7 +3,8 @@
 The first slice is run again with all rows replaced by copies of its first, and by copies of its last: that row must come out as
 before, to rounding. Copies are rows that the function has seen, so it cannot reject them. Then half of the rows are run alone, which
 shows functions that depend on a row's position or on the number of rows. Nothing outside changes: random streams and buffers are
-those of the first run, and are restored.
+those of the first run, and are restored. Last, the rows of the first slice must come out as before among half as many more, as a
+function may ask for the number of rows: all rows at once could be what does not fit in memory.
 
 Everything that a function depends on is read before each call (`Reading`); a reading with which the function has passed the check
 needs no other one. The walk itself is in `capture/settings.py`.
@@ -204,6 +205,7 @@ def _passes(check: _RowCheck, region: Region, outputs: list[Any], slicing: Slici
         return False
     if not region.snapshot.drew and not region.kept:
         check.assert_any_length(length, outputs)
+        check.assert_same_among_more(length, outputs, min(length + length // 2, slicing.count))
     return True
 
 
@@ -279,6 +281,26 @@ class _RowCheck:
                     f"{self._region.name} does not treat rows independently: of {length} rows along dim={self._dim}, the last "
                     f"{length - start} come out differently when they are given alone. It looks at a row's position, or at their "
                     "number. Tiles would be wrong. Tile what is row-wise in it, or recompute it (retape.checkpoint)."
+                )
+
+    def assert_same_among_more(self, length: int, outputs: list[Any], more: int) -> None:
+        """Raise if the rows come out differently among more rows, of which nothing is saved: as much memory as for a slice."""
+        if more == length:
+            return
+        try:
+            answer = self.run(self.first(more))
+        except Exception:  # it takes no more rows, so plainly it would fail
+            return
+        for alone, among in zip(outputs, answer, strict=False):
+            if not isinstance(alone, Tensor) or not alone.is_floating_point():
+                continue
+            if among.shape[self._dim] != more or self._many_rows_differ(
+                alone.detach(), among.narrow(self._dim, 0, length)
+            ):
+                raise RegionError(
+                    f"{self._region.name} does not treat rows independently: of {more} rows along dim={self._dim}, the first {length} "
+                    "come out differently when they are given alone. It looks at the number of rows. Tiles would be wrong. Tile what is "
+                    "row-wise in it, or recompute it (retape.checkpoint)."
                 )
 
     def _many_rows_differ(self, one: Tensor, other: Tensor) -> bool:

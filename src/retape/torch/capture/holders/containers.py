@@ -378,8 +378,7 @@ class ModuleHolder:
         dicts: tuple[dict[Any, Any], ...],
         saved_dicts: list[dict[Any, Any]],
     ) -> None:
-        self._fields, self._saved = fields, saved
-        self._names = [*names, compiler_internals.CALL_FIELD]  # what answers the module's calls stays
+        self._fields, self._names, self._saved = fields, names, saved
         self._dicts, self._saved_dicts = dicts, saved_dicts
         self._found: dict[str, Any] | None = None
         self._found_dicts: list[dict[Any, Any]] = []
@@ -393,11 +392,12 @@ class ModuleHolder:
 
     def enter(self) -> None:
         fields = self._fields
-        self._found = found = dict(fields)
-        present = {name: found.get(name, LEFT) for name in self._names}
-        wanted = _present_or_saved(found, {**present, **self._saved})
-        if not _is_alike(found, wanted):
-            _put(fields, wanted)
+        with compiler_internals.unanswered(fields):
+            self._found = found = dict(fields)
+            present = {name: found.get(name, LEFT) for name in self._names}
+            wanted = _present_or_saved(found, {**present, **self._saved})
+            if not _is_alike(found, wanted):
+                _put(fields, wanted)
         self._found_dicts = [part.copy() if part else _EMPTY for part in self._dicts]
         for part, then in zip(self._dicts, self._saved_dicts, strict=True):
             if (part or then) and not _is_alike(part, then):
@@ -407,8 +407,9 @@ class ModuleHolder:
         found, self._found = self._found, None
         if found is None:
             return
-        if not _is_alike(self._fields, found):
-            _put(self._fields, found)
+        with compiler_internals.unanswered(self._fields):
+            if not _is_alike(self._fields, found):
+                _put(self._fields, found)
         for part, then in zip(self._dicts, self._found_dicts, strict=True):
             if (part or then) and not _is_alike(part, then):
                 _put(part, then)
