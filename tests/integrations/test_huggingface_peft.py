@@ -11,7 +11,7 @@ from retape.errors import BudgetTooSmall
 from retape.integrations.huggingface.fused_loss import is_fused
 from retape.integrations.huggingface_loss import fuse_loss, unfuse_loss
 from retape.torch.planning.attach import is_attached
-from support.comparing import assert_equal, hook_count, loss_and_gradients
+from support.comparing import Notes, assert_equal, hook_count, loss_and_gradients
 from support.models import small_llama
 
 peft = pytest.importorskip("peft")
@@ -108,13 +108,12 @@ class Interrupted(Exception):
 )
 def test_an_exception_in_a_step_of_a_fit_leaves_the_model_as_it_was(options, budget, is_time):
     model = adapted_llama()
-    wanted, steps = adapter_gradients(model), 0
+    wanted, steps = adapter_gradients(model), Notes()
 
     def step(model, batch):
-        nonlocal steps
-        steps += 1
+        number = steps()
         loss = model(**batch).loss
-        if is_time(model, steps):
+        if is_time(model, number):
             raise Interrupted
         return loss
 

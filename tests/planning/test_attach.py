@@ -187,6 +187,61 @@ def test_what_code_sets_in_a_replaced_class_is_set_in_its_own():
     assert type(net) is Counted
 
 
+def test_a_module_that_takes_over_the_fields_of_another_runs_itself(attached):
+    net, caller = attached
+    other = Net.__new__(Net)
+    other.__dict__.update(net.__dict__)
+    other._modules = dict(net._modules, linear=nn.Linear(3, 3))
+    assert torch.equal(other(X), other.forward(X))
+    assert not caller.calls
+    attach(other, caller)
+    assert torch.equal(other(X), 3 * other.forward(X))
+    detach(other)
+    assert torch.equal(net(X), 3 * net.forward(X))
+
+
+def test_a_replica_of_data_parallel_is_refused(attached):
+    """It is made anew for each step, and nobody answers for it."""
+    net, caller = attached
+    with pytest.raises(
+        InvalidInput, match=r"Net is copied to several GPUs by nn.DataParallel.*Use DistributedDataParallel.*torchrun"
+    ):
+        net._replicate_for_data_parallel()(X)
+    assert not caller.calls
+
+
+class Strict(Squared):
+    def __init_subclass__(cls, *, needed, **keywords):
+        super().__init_subclass__(**keywords)
+
+
+def test_classes_made_from_a_replaced_one():
+    net = SquaredTwice()
+    attach(net, Tripled(), in_compiled=True)
+    made = type("Made", (type(net),), {"more": 1})
+    made.more = 2
+    assert (made.more, hash(made) == hash(SquaredTwice), made == SquaredTwice) == (2, False, False)
+    linear, ones = nn.Linear(2, 2), torch.ones(2)
+    attach(linear, Tripled(), in_compiled=True)
+    nn.utils.parametrize.register_parametrization(linear, "weight", nn.Identity())
+    assert torch.equal(linear(ones), 3 * linear.forward(ones))
+    nn.utils.parametrize.remove_parametrizations(linear, "weight")
+    detach(linear)
+    assert type(linear) is nn.Linear
+    strict = object.__new__(Strict)
+    strict.__dict__.update(vars(Squared()))
+    attach(strict, Tripled(), in_compiled=True)
+    assert torch.equal(strict(X), 3 * X.square())
+    detach(strict)
+    detach(net)
+
+
+def test_a_caller_is_put_over_nothing_once_its_fit_is_removed():
+    net = Net()
+    put_over(net, Tripled())
+    assert not is_attached(net)
+
+
 def test_a_module_that_its_user_has_compiled_stays_so():
     net, caller = Net(), Tripled()
     net.compile(backend="eager")

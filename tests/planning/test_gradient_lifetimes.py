@@ -17,7 +17,7 @@ from retape.errors import BudgetTooSmall, InvalidInput
 from retape.torch.measure.baseline_memory import optimizer_step_bytes
 from retape.torch.measure.memory_meter import track_memory
 from support.blocks import MlpBlock
-from support.comparing import seed
+from support.comparing import Notes, seed
 from support.trials import NO_TURNS, fit_by_ops, fit_with
 
 CPU = torch.device("cpu")
@@ -305,14 +305,12 @@ def test_several_optimizers_are_refused_with_a_message():
 def test_a_fit_that_ran_out_of_memory_keeps_nothing_of_that_step():
     seed()
     model = nn.Sequential(*(MlpBlock(32) for _ in range(4)))
-    seen = {"count": 0, "tensors": []}
+    seen = Notes()
     whole = model[2].forward
 
     def forward(x):
         out = whole(x)
-        seen["count"] += 1
-        if seen["count"] == 1:
-            seen["tensors"].append(weakref.ref(out))
+        if seen(weakref.ref(out)) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return out
 
@@ -324,8 +322,8 @@ def test_a_fit_that_ran_out_of_memory_keeps_nothing_of_that_step():
     gc.disable()
     try:
         made = fit_with(model, torch.randn(64, 32), budget=0.6, step=lambda m, b: m(b).square().mean(), tuning=NO_TURNS)
-        assert seen["count"] > 1
-        assert [tensor() for tensor in seen["tensors"]] == [None]
+        assert len(seen.all) > 1
+        assert seen.all[0]() is None
         made.remove()
     finally:
         gc.enable()

@@ -219,7 +219,7 @@ def with_gradients(model, batch, optimizer):
         (with_gradients, r"The model has gradients, .*Call zero_grad\(\) first"),
         (
             lambda m, b, o: {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},
-            r"no trained parameter of the model",
+            r"None of the 1 parameters of the SGD belongs to the WideChain",
         ),
         (lambda m, b, o: {"budget": retape.Budget.of("1GiB", in_flight=2)}, r"2 microbatches in flight"),
     ],

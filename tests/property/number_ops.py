@@ -134,10 +134,15 @@ def elementwise(block, number, a, b):
         lambda: a.rsqrt().nan_to_num(0, 0, 0).detach() * a * b.reciprocal().clamp(-2, 2),
         lambda: torch.logaddexp(a, b) * a.sign(),
         lambda: F.softshrink(a) + F.hardtanh(b) * F.prelu(a, block.linear.bias[:1]),
-        lambda: F.rrelu(a, 0.1, 0.4, training=block.training) * b,
         lambda: torch.copysign(a, b) * torch.remainder(a, 0.7),
         lambda: F.gumbel_softmax(a, dim=-1) * b,
     )
+
+
+@wide()
+def random_slopes(block, number, a, b):
+    """By itself: a region that may run it is not re-run in part."""
+    return F.rrelu(a, 0.1, 0.4, training=block.training) * b
 
 
 @wide()

@@ -154,6 +154,8 @@ class SpecBlock(nn.Module):
         self.last = torch.zeros(())
         self.past, self.notes, self.calls, self.side = [], {}, 0, None
         self.generator = torch.Generator(torch.get_default_device())
+        # Only its own: a region of which some op may be `rrelu` is not re-run in part.
+        self.functions = {op.name: _EVERY_OP[op.name] for op in spec.ops if op.name != "child"}
         for op in spec.ops:
             self._add_parts(PARTS.get(op.name, {}))
         for module in (self.linear, self.wide, self.conv):
@@ -172,7 +174,7 @@ class SpecBlock(nn.Module):
             if op.name == "child":
                 values += self._child(op, values)
             else:
-                out = _EVERY_OP[op.name](self, op.number, *[values[i] for i in op.operands])
+                out = self.functions[op.name](self, op.number, *[values[i] for i in op.operands])
                 values.append(out.float() if out.dtype != torch.float32 else out)
         return [values[i] for i in self.spec.outputs]
 

@@ -2,8 +2,7 @@
 
 A trainer's adapter calls `FittedSteps.loss` wherever the trainer computes the loss of a batch. The first call fits, and so does one
 with another model, or before which weights were frozen or unfrozen. Other ones compare the batch with the fitted one, and give larger
-batches a budget at run time.
-What belongs to one trainer (where its steps and loggers are) is in that trainer's module.
+batches a budget at run time. What belongs to one trainer (where its steps and loggers are) is in that trainer's module.
 """
 
 from __future__ import annotations

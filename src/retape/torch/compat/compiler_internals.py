@@ -23,21 +23,27 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 CALL_FIELD = "_compiled_call_impl"
 call_impl = nn.Module._call_impl  # the forward and the hooks of a module, whatever is in that field
+_CALL_CODE = nn.Module._wrapped_call_impl.__code__  # which asks that field, and has the module in its variable `self`
 _Answer = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class AnsweredCall:
-    """In a module's field: `answer(module, plain_call, arguments, keywords)` is asked when it is called. `compiled` was there before."""
+    """In a module's field: `answer(module, plain_call, arguments, keywords)` is asked when it is called. `compiled` was there before.
+
+    `module` is the one that is called: another one may have taken over the fields of the one that this was made for.
+    """
 
     __slots__ = ("_answer", "_module", "compiled")
 
     def __init__(self, module: nn.Module, answer: _Answer) -> None:
         self._module, self._answer = weakref.ref(module), answer
-        self.compiled: Callable[..., Any] | None = vars(module).get(CALL_FIELD)
+        before = vars(module).get(CALL_FIELD)
+        self.compiled: Callable[..., Any] | None = None if type(before) is AnsweredCall else before
 
     def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
-        module: Any = self._module()
-        plain = module._call_impl if self.compiled is None else MethodType(plain_call, module)
+        own, frame = self._module(), sys._getframe(1)
+        module: Any = frame.f_locals["self"] if frame.f_code is _CALL_CODE else own
+        plain = module._call_impl if self.compiled is None or module is not own else MethodType(plain_call, module)
         return self._answer(module, plain, arguments, keywords)
 
     def __reduce__(self) -> Any:

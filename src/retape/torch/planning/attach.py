@@ -73,6 +73,8 @@ def _answered(module: nn.Module, plain_call: Callable[..., Any], arguments: Any,
     """Ask the caller of a module; the forward of a divided container runs its pieces."""
     attached = _ATTACHED.get(module)
     if attached is None:
+        if getattr(module, "_is_replica", False):
+            raise replicated(original_class(type(module)).__name__)
         return plain_call(*arguments, **keywords)
     if attached.pieces:
         plain_call = partial(_call_in_pieces, module, plain_call)
@@ -121,17 +123,31 @@ class _AttachedClass(type):
         return isinstance(other, type) and original_class(cls) is original_class(other)
 
     def __hash__(cls) -> int:
-        return hash(original_class(cls))
+        original = original_class(cls)
+        return super().__hash__() if original is cls else hash(original)
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        if name.startswith("__") or name == "_abc_impl":  # as Python itself does while it makes a class
+        original = original_class(cls)
+        if (
+            original is cls or name.startswith("__") or name == "_abc_impl"
+        ):  # as Python itself does while it makes a class
             super().__setattr__(name, value)
         else:
-            setattr(original_class(cls), name, value)
+            setattr(original, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        original = original_class(cls)
+        if original is cls or name in vars(cls):
+            super().__delattr__(name)
+        else:
+            delattr(original, name)
 
 
 class _Attached:
     """Base of those classes."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Leave the `__init_subclass__` of the original uncalled: it has been told of that class."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return _asked(cast(nn.Module, self), super().__call__, arguments, keywords)  # type: ignore[misc]
@@ -275,8 +291,9 @@ def caller_of(module: nn.Module) -> Caller | None:
 
 
 def put_over(module: nn.Module, caller: Caller) -> None:
-    """Replace the caller of a module that is attached already."""
-    _ATTACHED[module].caller = caller
+    """Replace the caller of a module; nothing happens if its fit has been removed meanwhile."""
+    if module in _ATTACHED:
+        _ATTACHED[module].caller = caller
 
 
 class WatchedCalls:
