@@ -38,16 +38,19 @@ class Fault:
     """Fails on the faulty rank, in one phase: at its beginning, or inside the next step."""
 
     def __init__(self, kind, phase="", *, inside=True):
-        self.kind, self.phase, self.inside, self.armed = kind, phase, inside, not phase
-        self.struck = Notes()  # a re-run restores the fields of what a hook reaches
+        self.kind, self.phase, self.inside = kind, phase, inside
+        self.armed, self.struck = Notes(), Notes()  # re-runs and measured steps restore fields
+        if not phase:
+            self.armed()
 
     def told(self, what):
-        self.armed = self.armed or what == self.phase
+        if what == self.phase:
+            self.armed()
         if not self.inside:
             self.strike()
 
     def strike(self):
-        if not self.armed or self.struck.all or dist.get_rank() != FAULTY:
+        if not self.armed.all or self.struck.all or dist.get_rank() != FAULTY:
             return
         self.struck()
         note_fault()
@@ -226,11 +229,10 @@ def sequence_fitted(rank):
 
 def busy_rank(rank):
     """One rank holds the interpreter's lock for longer than a rank may be silent once a collective has failed."""
-    calls = []
+    calls = Notes()
 
     def step(model, batch):
-        calls.append(0)
-        if rank == FAULTY and len(calls) == 1:
+        if calls() == 1 and rank == FAULTY:
             ctypes.PyDLL(None).sleep(7)
         return model(batch)
 
