@@ -317,7 +317,7 @@ def places_of_object(kind: type) -> tuple[Place, ...]:
 
 
 class Reached(NamedTuple):
-    """What some code and the code that it calls reads: globals and class attributes, and the names in all of it."""
+    """Reads of some code and of the code that it calls: globals and class attributes, and the names in all of it."""
 
     places: tuple[Place, ...]
     names: frozenset[str]  # also of code that it may call: `isinstance(a, Cache)` names a class as `Cache()` does

@@ -1,4 +1,4 @@
-"""What forward hooks own: closures, modules that they call, and the fields of their objects that their code names.
+"""State that forward hooks own: closures, modules that they call, and the fields of their objects that their code names.
 
 The object of a hook may be a trainer, with a data set, meters that change between forward and backward, and queues of other threads, so
 only what the code of the hook names is followed. A module that it names (an adapter, a probe) may be called, and is captured whole,

@@ -437,7 +437,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class _Gradient(NamedTuple):
-    """Which gradient a leaf has, and its version; none is held."""
+    """The gradient of a leaf, not held, and its version."""
 
     value: weakref.ref[Tensor] | None
     version: Any

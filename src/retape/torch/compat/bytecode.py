@@ -1,4 +1,4 @@
-"""What code objects of CPython say: the names that they read and bind, their imports, the variables that they rebind.
+"""Contents of code objects of CPython: the names that they read and bind, their imports, the variables that they rebind.
 
 Each code object is read once, with those of the functions that are made in it. Names that opcodes have differ between versions of
 Python, so the canaries in `tests/compat/test_bytecode.py` read small functions of every kind.

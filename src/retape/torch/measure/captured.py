@@ -16,7 +16,7 @@ from retape.torch.compat import hook_internals
 
 
 class CapturedState:
-    """What a step reaches through functions, classes and fields, as it was when this was made, until `leave`."""
+    """Everything that a step reaches through functions, classes and fields, restored by `leave` to how it was noted."""
 
     def __init__(
         self, modules: Iterable[nn.Module], tensors: Iterable[Tensor], step: Callable[..., Any] | None

@@ -53,7 +53,7 @@ _LOG = logging.getLogger("retape")
 
 @dataclass(slots=True, kw_only=True)
 class _Attachment:
-    """What is attached to a module. `frees`, under FSDP2: its weights are freed after its forward, as the user has set it."""
+    """Caller and settings that are attached to a module. `frees`, under FSDP2: its weights are freed after its forward, as the user has set it."""
 
     caller: Caller
     pieces: tuple[nn.Module, ...] = ()
@@ -128,9 +128,8 @@ class _AttachedClass(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         original = original_class(cls)
-        if (
-            original is cls or name.startswith("__") or name == "_abc_impl"
-        ):  # as Python itself does while it makes a class
+        # Python itself sets names of the second kind while it makes a class.
+        if original is cls or name.startswith("__") or name == "_abc_impl":
             super().__setattr__(name, value)
         else:
             setattr(original, name, value)
