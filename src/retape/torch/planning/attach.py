@@ -53,7 +53,7 @@ _LOG = logging.getLogger("retape")
 
 @dataclass(slots=True, kw_only=True)
 class _Attachment:
-    """Caller and settings that are attached to a module. `frees`, under FSDP2: its weights are freed after its forward, as the user has set it."""
+    """Attached caller and settings of a module. `frees`, under FSDP2: its weights are freed after its forward, as the user has set it."""
 
     caller: Caller
     pieces: tuple[nn.Module, ...] = ()
